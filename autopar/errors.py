@@ -1,0 +1,39 @@
+"""Every error that autopar raises: what happened, where (the user's line), what to do.
+
+One class per kind of failure. `AutoparError` is the base of them all, so that a caller can catch the family.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base class: prints as `what`, then `at where`, then `fix: ...`."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        lines = [what]
+        if where:
+            lines.append(f"  at {where}")
+        if fix:
+            lines.append(f"  fix: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ProblemFormatError(AutoparError):
+    """A search problem's file or arrays are not of the exchange format."""
+
+
+class InfeasibleProblemError(AutoparError):
+    """A search problem has no feasible choice: the message names the interval of time that cannot fit."""
+
+
+class UnknownStrategyError(AutoparError):
+    """No search strategy is registered under that name."""
+
+
+class HardwareProfileError(AutoparError):
+    """A hardware profile cannot be read, or lacks a number that a price needs."""
+
+
+class UnpricedError(AutoparError):
+    """An op, collective or device has no price: never priced at zero, never guessed."""
