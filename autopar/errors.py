@@ -37,3 +37,11 @@ class HardwareProfileError(AutoparError):
 
 class UnpricedError(AutoparError):
     """An op, collective or device has no price: never priced at zero, never guessed."""
+
+
+class PlanFormatError(AutoparError):
+    """A plan's file or text is not of the plan format."""
+
+
+class RuleError(AutoparError):
+    """A sharding rule is malformed, or does not hold for the op it is given for."""

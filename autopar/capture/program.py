@@ -1,0 +1,66 @@
+"""The captured program: one joint graph, forward then backward, and what its inputs and outputs stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+
+class InputKind(Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"  # a tensor of the user's call
+    TANGENT = "tangent"  # the gradient that arrives at an output
+    SEED = "seed"  # the step's random seed, int64 scalar
+
+
+class OutputKind(Enum):
+    LOSS = "loss"  # a scalar output that is differentiated
+    OUTPUT = "output"
+    BUFFER = "buffer"  # the new value of a mutated buffer
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """One placeholder. `name`: the parameter's or buffer's dotted name, the path of the input in the user's call."""
+
+    node: str
+    kind: InputKind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutput:
+    """One element of the graph's flat output tuple. `name`: dotted name of the buffer or parameter, path of the output."""
+
+    kind: OutputKind
+    name: str
+    differentiable: bool = False  # has a tangent among the inputs
+
+
+@dataclass(frozen=True)
+class Program:
+    """A joint graph in functional ATen ops.
+
+    Every node has `meta["val"]` (fake tensor, full shape), `meta["phase"]` ("forward" or "backward"),
+    `meta["key"]` (stable name: module path, op, occurrence) and, where known, `meta["where"]` (the user's line).
+    `outputs` run: user outputs, mutated buffers, gradients. `output_spec` rebuilds the user's output from the flat
+    list in which `output_leaves` says, per leaf, the index of a graph output or a constant.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+    input_spec: TreeSpec  # of (args, kwargs)
+    output_spec: TreeSpec
+    output_leaves: tuple[int | object, ...]
+    tied: tuple[tuple[str, str], ...]  # (other name, name of the parameter or buffer that it shares)
+
+    def named_inputs(self, kind: InputKind) -> dict[str, fx.Node]:
+        """Placeholders of one kind by their names."""
+        nodes = {node.name: node for node in self.graph_module.graph.nodes if node.op == "placeholder"}
+        return {item.name: nodes[item.node] for item in self.inputs if item.kind is kind}

@@ -1,0 +1,324 @@
+"""What the machine is: devices, links, and how a mesh lies over nodes. Plain numbers, read from JSON profiles.
+
+`load_profile` gives a checked, frozen `HardwareProfile`; `axis_links` says what a collective over each mesh axis sees.
+Units are in the names; a rate is in one direction; 1 GB is 10⁹ bytes. Every profile names its sources.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import HardwareProfileError, UnpricedError
+
+PROFILE_FOLDER = Path(__file__).parent / "profiles"
+ALIASES = MappingProxyType({"a100": "a100-80", "rtx-4090": "rtx4090", "4090": "rtx4090", "v100-32": "v100"})
+_DTYPE_ALIASES = MappingProxyType(
+    {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3fnuz": "float8", "float8_e5m2fnuz": "float8",
+     "half": "float16", "float": "float32", "double": "float64"}
+)  # fmt: skip
+_DTYPE_BYTES = MappingProxyType(
+    {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "int32": 4,
+     "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1, "complex64": 8,
+     "complex128": 16}
+)  # fmt: skip
+
+
+def canonical_dtype(dtype: str) -> str:
+    """The profile's name of a torch dtype: `float8_e4m3fn` is `float8`; a leading `torch.` is dropped."""
+    name = dtype.removeprefix("torch.")
+    return _DTYPE_ALIASES.get(name, name)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    size = _DTYPE_BYTES.get(canonical_dtype(dtype))
+    if size is None:
+        raise UnpricedError(f"dtype {dtype!r} has no known size", fix=f"use one of {sorted(_DTYPE_BYTES)}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCurve:
+    """How near to its peak a device multiplies: time = flops / (peak * efficiency) + ramp_s.
+
+    `efficiency` is the asymptote for large matrices, `ramp_s` the fill and drain of the kernel's pipeline, so half of
+    the asymptote is reached at `ramp_s * peak * efficiency` flops. Rows and columns are padded to `tile`.
+    """
+
+    efficiency: float
+    ramp_s: float
+    tile: int
+
+    def __post_init__(self) -> None:
+        _require(0 < self.efficiency <= 1, f"matmul efficiency {self.efficiency} is not in (0, 1]")
+        _require(self.ramp_s >= 0, f"matmul ramp_s {self.ramp_s} is negative")
+        _require(self.tile >= 1, f"matmul tile {self.tile} is below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator (or one rank's share of a CPU): what it computes and moves per second.
+
+    `peak_flops` by dtype; "float32" is also the rate of vector (non-matmul) arithmetic. `matmul` gives the curve by
+    dtype. `attention_efficiency` and `convolution_efficiency` are fractions of the matmul rate of the same dtype.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float  # device time lost per kernel
+    matmul: Mapping[str, MatmulCurve]
+    memory_efficiency: float  # fraction of memory_bytes_per_s that a large copy reaches
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    convolution_efficiency: float
+    host_bytes_per_s: float  # to host memory, for offload
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+        object.__setattr__(self, "matmul", MappingProxyType(dict(self.matmul)))
+        _require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
+        for dtype, flops in self.peak_flops.items():
+            _require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
+            _require(dtype in self.matmul, f"{self.name}: no matmul curve for {dtype!r}")
+        for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s"):
+            _require(getattr(self, name) > 0, f"{self.name}: {name} is not above 0")
+        for name in ("memory_efficiency", "attention_forward_efficiency", "attention_backward_efficiency",
+                     "convolution_efficiency"):  # fmt: skip
+            _require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
+        _require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s))
+
+    def peak(self, dtype: str) -> float:
+        """Peak flops per second for matmuls of a dtype; `UnpricedError` if the device has none."""
+        flops = self.peak_flops.get(canonical_dtype(dtype))
+        if flops is None:
+            raise UnpricedError(
+                f"{self.name} has no price for {dtype} arithmetic",
+                fix=f"use one of {sorted(self.peak_flops)}, or add {dtype!r} to the profile's peak_flops",
+            )
+        return flops
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One way a library sends: a fixed start, a factor on each hop's latency, a fraction of the link's rate."""
+
+    name: str
+    base_s: float
+    hop_factor: float
+    bandwidth_fraction: float
+
+    def __post_init__(self) -> None:
+        _require(self.base_s >= 0 and self.hop_factor > 0, f"protocol {self.name}: latencies must be above 0")
+        _require(0 < self.bandwidth_fraction <= 1, f"protocol {self.name}: bandwidth_fraction is not in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A kind of wire. `bytes_per_s` is one direction of one rail, as reached by large collectives, not the label.
+
+    Inside a node a rank has one rail of its own. Between nodes the `rails` of a node are shared by its ranks.
+    """
+
+    kind: str
+    latency_s: float
+    bytes_per_s: float
+    rails: int = 1
+    point_to_point_fraction: float = 1.0  # of bytes_per_s, for one pair of ranks
+    all_to_all_fraction: float = 1.0  # of bytes_per_s, when every rank talks to every rank
+    in_switch_fraction: float = 0.0  # all-reduce inside the switch: reduced bytes/s over bytes_per_s; 0 if it cannot
+    in_switch_min_ranks: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.latency_s >= 0, f"link {self.kind}: latency_s is negative")
+        _require(self.bytes_per_s > 0, f"link {self.kind}: bytes_per_s is not above 0")
+        _require(self.rails >= 1, f"link {self.kind}: rails is below 1")
+        _require(0 < self.point_to_point_fraction <= 1, f"link {self.kind}: point_to_point_fraction not in (0, 1]")
+        _require(0 < self.all_to_all_fraction <= 1, f"link {self.kind}: all_to_all_fraction not in (0, 1]")
+        _require(0 <= self.in_switch_fraction <= 1, f"link {self.kind}: in_switch_fraction not in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A machine: its device, the link inside a node, the link between nodes, and the library's protocols.
+
+    `rank_speeds` and `rank_memory_bytes` are empty for a homogeneous machine; else one entry per rank: the speed as a
+    fraction of `device` and the memory in place of the device's.
+    """
+
+    name: str
+    device: Device
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    protocols: tuple[Protocol, ...]
+    rank_speeds: tuple[float, ...] = ()
+    rank_memory_bytes: tuple[int, ...] = ()
+    source: str = ""
+    residuals: Mapping[str, float] = field(default_factory=dict)  # of a calibration: price over measurement, by op
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "residuals", MappingProxyType(dict(self.residuals)))
+        _require(self.ranks_per_node >= 1, f"{self.name}: ranks_per_node is below 1")
+        _require(bool(self.protocols), f"{self.name}: no protocol")
+        _require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.device, self.ranks_per_node, self.intra, self.inter))
+
+    def speed(self, rank: int) -> float:
+        """A rank's speed as a fraction of `device`; ranks beyond `rank_speeds` run at 1."""
+        return self.rank_speeds[rank] if rank < len(self.rank_speeds) else 1.0
+
+    def memory_bytes(self, rank: int) -> int:
+        """A rank's memory."""
+        return self.rank_memory_bytes[rank] if rank < len(self.rank_memory_bytes) else self.device.memory_bytes
+
+    def to_json(self) -> str:
+        """The profile as JSON text: `HardwareProfile.from_json` gives it back."""
+        return json.dumps(_plain(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> HardwareProfile:
+        """A checked profile from JSON text; `HardwareProfileError` names the field that is wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise HardwareProfileError(f"the profile is not JSON: {error}", fix="see cost_models/profiles") from error
+        _require(isinstance(data, dict), "the profile is not a JSON object")
+        device = _section(data, "device")
+        matmul = {dtype: _build(MatmulCurve, curve) for dtype, curve in _section(device, "matmul").items()}
+        protocols = tuple(_build(Protocol, item) for item in data.get("protocols", ()))
+        links = {name: _build(Link, _section(data, name)) for name in ("intra", "inter")}
+        vectors = {name: tuple(data.get(name, ())) for name in ("rank_speeds", "rank_memory_bytes")}
+        built = {"device": _build(Device, {**device, "matmul": matmul}), "protocols": protocols}
+        return _build(cls, {**data, **built, **links, **vectors})
+
+
+def load_profile(name_or_path: str | Path | HardwareProfile) -> HardwareProfile:
+    """A shipped profile by name, or a JSON file by path; a profile is given back as it is."""
+    if isinstance(name_or_path, HardwareProfile):
+        return name_or_path
+    name = str(name_or_path)
+    shipped = PROFILE_FOLDER / f"{ALIASES.get(name.lower(), name.lower())}.json"
+    path = shipped if shipped.is_file() else Path(name_or_path)
+    if not path.is_file():
+        raise HardwareProfileError(
+            f"no hardware profile {name!r}", fix=f"use one of {', '.join(profile_names())}, or a path to a JSON file"
+        )
+    return _read_profile(path, path.stat().st_mtime_ns)
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names of the shipped profiles, sorted."""
+    return tuple(sorted(path.stem for path in PROFILE_FOLDER.glob("*.json")))
+
+
+def profile_for_device_name(device_name: str) -> HardwareProfile | None:
+    """The shipped profile of a device by the name its driver reports, such as `NVIDIA H100 80GB HBM3`, or None."""
+    text = device_name.lower().replace(" ", "")
+    for pattern, name in (("h200", "h200"), ("h100", "h100"), ("b200", "b200"), ("mi300x", "mi300x"), ("v100", "v100"),
+                          ("4090", "rtx4090"), ("a100-sxm4-40", "a100-40"), ("a100-pcie-40", "a100-40"),
+                          ("a100", "a100-80"), ("l40", ""), ("l4", "l4"), ("cpu", "cpu")):  # fmt: skip
+        if pattern in text:
+            return load_profile(name) if name else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLinks:
+    """What a collective over one mesh axis sees: a group of `ranks`, `ranks_per_node` of them in each of `nodes`.
+
+    `sharing` groups of this axis use the same node's rails at the same time. `rails_per_rank` is what one rank could
+    drive alone (at least one).
+    """
+
+    ranks: int
+    ranks_per_node: int
+    nodes: int
+    intra: Link
+    inter: Link
+    sharing: int
+    protocols: tuple[Protocol, ...]
+    rails_per_rank: float = 1.0
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """What this group can send out of one node: its share of the rails, as many as its ranks can drive."""
+        rails = min(self.inter.rails / self.sharing, self.ranks_per_node * self.rails_per_rank)
+        return self.inter.bytes_per_s * rails
+
+
+def axis_links(profile: HardwareProfile, mesh_shape: tuple[int, ...]) -> tuple[AxisLinks, ...]:
+    """What each mesh axis sees, ranks in row-major order (the last axis is the fastest, so it stays in a node)."""
+    return _axis_links(load_profile(profile), tuple(mesh_shape))
+
+
+@lru_cache(maxsize=256)
+def _axis_links(profile: HardwareProfile, mesh_shape: tuple[int, ...]) -> tuple[AxisLinks, ...]:
+    _require(all(size >= 1 for size in mesh_shape), f"mesh {mesh_shape} has an axis below 1")
+    world = math.prod(mesh_shape)
+    nodes = np.arange(world).reshape(mesh_shape) // profile.ranks_per_node
+    present = min(profile.ranks_per_node, world)
+    axes = []
+    for axis, size in enumerate(mesh_shape):
+        groups = np.sort(np.moveaxis(nodes, axis, -1).reshape(-1, size), axis=1)
+        node_count = int((np.diff(groups, axis=1) != 0).sum(axis=1).max()) + 1
+        in_node = -(-size // node_count)
+        sharing = max(1, present // in_node)
+        rails_each = max(1.0, profile.inter.rails / profile.ranks_per_node)
+        axes.append(AxisLinks(size, in_node, node_count, profile.intra, profile.inter, sharing, profile.protocols,
+                              rails_each))  # fmt: skip
+    return tuple(axes)
+
+
+@lru_cache(maxsize=64)
+def _read_profile(path: Path, _modified_ns: int) -> HardwareProfile:
+    return HardwareProfile.from_json(path.read_text())
+
+
+def _require(condition: object, what: str) -> None:
+    if not condition:
+        raise HardwareProfileError(what, fix="see the shipped files in cost_models/profiles for every field")
+
+
+def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = data.get(name)
+    if not isinstance(section, dict):
+        raise HardwareProfileError(f"the profile has no section {name!r}", fix="see cost_models/profiles")
+    return section
+
+
+def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """An instance from a mapping; a missing, unknown or mistyped field is a `HardwareProfileError`."""
+    known = {item.name for item in fields(kind)}
+    _require(values.keys() <= known, f"{kind.__name__}: unknown fields {sorted(values.keys() - known)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise HardwareProfileError(f"{kind.__name__}: {error}", fix="see cost_models/profiles") from error
+
+
+def _plain(profile: HardwareProfile) -> dict[str, Any]:
+    device = {item.name: getattr(profile.device, item.name) for item in fields(Device)}
+    device["peak_flops"] = dict(profile.device.peak_flops)
+    device["matmul"] = {dtype: asdict(curve) for dtype, curve in profile.device.matmul.items()}
+    plain = {item.name: getattr(profile, item.name) for item in fields(HardwareProfile)}
+    plain |= {"device": device, "residuals": dict(profile.residuals)}
+    plain |= {"intra": asdict(profile.intra), "inter": asdict(profile.inter)}
+    return plain | {"protocols": [asdict(item) for item in profile.protocols]}

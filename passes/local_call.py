@@ -1,0 +1,86 @@
+"""The bench on which a local form is written: graph, local values, and where this rank stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopar.sharding.layout import Layout, local_chunk
+from autopar.sharding.op_call import OpCall
+from autopar.sharding.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeometry:
+    """Where an emitted program runs: the mesh, this rank's coordinates in it, its process groups."""
+
+    mesh_shape: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    group_names: tuple[str, ...]  # of the group along each mesh axis that holds this rank
+    device: str
+
+    def chunk(self, shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, lengths) of this rank's shard of a tensor of `shape`."""
+        return local_chunk(shape, layout, self.mesh_shape, self.coordinates)
+
+
+class GraphBuilder:
+    """Appends ops to a graph and keeps the fake local value of each in `node.meta["val"]`."""
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, geometry: RankGeometry) -> None:
+        self.graph, self.fake_mode, self.geometry = graph, fake_mode, geometry
+        self.meta: dict[str, Any] = {}  # what new nodes inherit: stack_trace, module path, phase, pass name
+
+    def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of `target` on nodes and constants."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.meta)
+        values = pytree.tree_map_only(fx.Node, lambda item: item.meta["val"], (args, kwargs))
+        with self.fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def all_reduce(self, node: fx.Node, axis: int, reduce_op: str = "sum") -> fx.Node:
+        """All-reduce over one mesh axis, waited for."""
+        if self.geometry.mesh_shape[axis] == 1:
+            return node
+        collective = torch.ops._c10d_functional.all_reduce.default
+        return self.wait(self.op(collective, node, reduce_op, self.geometry.group_names[axis]))
+
+    def wait(self, node: fx.Node) -> fx.Node:
+        return self.op(torch.ops._c10d_functional.wait_tensor.default, node)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One op to be emitted in local shapes. `args` and `kwargs` hold nodes of the new graph, already in the layouts
+    that `strategy` demands; sizes among them are still those of the full tensors."""
+
+    build: GraphBuilder
+    call: OpCall  # the full shapes
+    strategy: Strategy
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def geometry(self) -> RankGeometry:
+        return self.build.geometry
+
+    def input_chunk(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, lengths) of this rank's shard of tensor input `index`."""
+        return self.geometry.chunk(self.call.inputs[index].shape, self.strategy.inputs[index])
+
+    def output_chunk(self, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, lengths) of this rank's shard of tensor output `index`."""
+        spec = self.call.outputs[index]
+        assert spec is not None
+        return self.geometry.chunk(spec.shape, self.strategy.outputs[index])
+
+    def axes_with(self, form: str) -> tuple[int, ...]:
+        return self.strategy.axes_with(form)
