@@ -28,15 +28,16 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, 
 class _BroadcastingPrinter(NumPyPrinter):  # type: ignore[misc]
     """Prints Max and Min as nested numpy.maximum and numpy.minimum, so that scalars and arrays mix."""
 
-    def _print_Max(self, expr: sympy.Max) -> str:  # noqa: N802 (sympy's naming)
+    def _print_Max(self, expr: sympy.Max) -> str:
         return self._nest("maximum", expr.args)
 
-    def _print_Min(self, expr: sympy.Min) -> str:  # noqa: N802
+    def _print_Min(self, expr: sympy.Min) -> str:
         return self._nest("minimum", expr.args)
 
     def _nest(self, name: str, arguments: Iterable[sympy.Expr]) -> str:
         function = self._module_format(f"numpy.{name}")
-        return reduce(lambda left, right: f"{function}({left}, {right})", map(self._print, arguments))
+        nested: str = reduce(lambda left, right: f"{function}({left}, {right})", map(self._print, arguments))
+        return nested
 
 
 @dataclass(frozen=True, slots=True)

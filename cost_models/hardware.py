@@ -102,6 +102,10 @@ class Device:
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (getattr(self, item.name) for item in fields(self))
+        return Device, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+
     def peak(self, dtype: str) -> float:
         """Peak flops per second for matmuls of a dtype; `UnpricedError` if the device has none."""
         flops = self.peak_flops.get(canonical_dtype(dtype))
@@ -181,6 +185,9 @@ class HardwareProfile:
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.ranks_per_node, self.intra, self.inter))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HardwareProfile.from_json, (self.to_json(),)
+
     def speed(self, rank: int) -> float:
         """A rank's speed as a fraction of `device`; ranks beyond `rank_speeds` run at 1."""
         return self.rank_speeds[rank] if rank < len(self.rank_speeds) else 1.0
@@ -207,7 +214,8 @@ class HardwareProfile:
         links = {name: _build(Link, _section(data, name)) for name in ("intra", "inter")}
         vectors = {name: tuple(data.get(name, ())) for name in ("rank_speeds", "rank_memory_bytes")}
         built = {"device": _build(Device, {**device, "matmul": matmul}), "protocols": protocols}
-        return _build(cls, {**data, **built, **links, **vectors})
+        profile: HardwareProfile = _build(cls, {**data, **built, **links, **vectors})
+        return profile
 
 
 def load_profile(name_or_path: str | Path | HardwareProfile) -> HardwareProfile:

@@ -1,0 +1,217 @@
+"""The working form of a problem: a network of tables that the reductions shrink, with a way back for every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How to choose an eliminated node once the nodes of `scope` are chosen: look it up in a table of labels."""
+
+    node: int
+    scope: tuple[int, ...]
+    scope_labels: tuple[Array, ...]  # per node of the scope: its labels when the step was made, ascending
+    table: Array  # labels of `node`, one axis per node of the scope
+    is_fold: bool  # the node's usage now travels with the one node of its scope
+
+    def recover(self, picked: Array) -> int:
+        """The label of `node`, given the labels picked for its scope."""
+        at = tuple(
+            int(np.searchsorted(labels, picked[node]))
+            for node, labels in zip(self.scope, self.scope_labels, strict=True)
+        )
+        return int(self.table[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a node uses: row r is used over the time points [first[r], last[r]), one amount per strategy."""
+
+    first: Array  # int, indices into the network's time points
+    last: Array
+    amounts: Array  # float64 [rows, strategies]
+    labels: Array  # the node's labels that the columns stand for, ascending
+
+
+class Network:
+    """A min-sum network under usage capacities. Reductions change it in place and log the way back in `steps`.
+
+    Invariants: `inf` is forbidden; `links[u][v]` is the transposed view of `links[v][u]`; labels are the strategy
+    indices of the problem and ascend; the cost of a full choice is `offset` + its unary costs + its link costs, in
+    quanta, and stays so under every reduction (up to choices that another one dominates).
+    """
+
+    def __init__(self, sizes: list[int], quantum: float) -> None:
+        count = len(sizes)
+        self.quantum = quantum  # one unit of cost here, in the problem's unit
+        self.offset = 0.0
+        self.rounding = 0.0  # the most that all roundings to quanta add up to, in quanta
+        self.labels: list[Array] = [np.arange(size) for size in sizes]
+        self.unary: list[Array] = [np.zeros(size) for size in sizes]
+        self.links: list[dict[int, Array]] = [{} for _ in range(count)]
+        self.alive = [True] * count
+        self.steps: list[Step] = []
+        self.times: Array = np.zeros(0, dtype=np.int64)  # the time points where a capacity may bind
+        self.capacity: Array = np.zeros(0)  # per time point: what the alive nodes may use together
+        self.loads: dict[int, Loads] = {}
+        self.heavy: set[int] = set()  # alive nodes whose usage depends on the strategy
+        self.folded: list[Step] = []  # folds whose loads have not been moved yet
+
+    def nodes(self) -> list[int]:
+        """The nodes not yet decided by a step."""
+        return [node for node, alive in enumerate(self.alive) if alive]
+
+    def size(self, node: int) -> int:
+        """How many strategies the node still has."""
+        return len(self.labels[node])
+
+    def link(self, first: int, second: int, matrix: Array) -> None:
+        """Add costs between two nodes; parallel edges merge."""
+        present = self.links[first].get(second)
+        if present is not None:
+            matrix = present + matrix
+        self.links[first][second] = matrix
+        self.links[second][first] = matrix.T
+
+    def unlink(self, first: int, second: int) -> None:
+        """Forget an edge whose costs have moved elsewhere."""
+        del self.links[first][second]
+        del self.links[second][first]
+
+    def restrict(self, node: int, keep: Array) -> None:
+        """Keep only the strategies at `keep` (a mask, or ascending positions)."""
+        self.labels[node] = self.labels[node][keep]
+        self.unary[node] = self.unary[node][keep]
+        for other, matrix in self.links[node].items():
+            smaller = matrix[keep]
+            self.links[node][other] = smaller
+            self.links[other][node] = smaller.T
+
+    def retire(self, step: Step) -> None:
+        """Log the way back to a node and take it out; its costs must already have moved."""
+        for other in list(self.links[step.node]):
+            self.unlink(step.node, other)
+        self.alive[step.node] = False
+        self.steps.append(step)
+        if step.is_fold and step.node in self.heavy:
+            self.heavy.add(step.scope[0])
+        if step.is_fold:
+            self.folded.append(step)
+        self.heavy.discard(step.node)
+
+    def recover(self, picked: dict[int, int]) -> Array:
+        """Labels for every node from the labels of the alive ones."""
+        labels = np.zeros(len(self.alive), dtype=np.int64)
+        for node, label in picked.items():
+            labels[node] = label
+        for step in reversed(self.steps):
+            labels[step.node] = step.recover(labels)
+        return labels
+
+    def to_cost(self, quanta: float) -> float:
+        """Quanta in the problem's unit."""
+        return quanta * self.quantum
+
+    def settle_loads(self) -> bool:
+        """Move the loads of folded nodes to the nodes that decide them, and drop what cannot bind.
+
+        Returns False where even the least usages exceed a capacity.
+        """
+        gathered = self._gather_loads()
+        self.loads = {}
+        for node, parts in gathered.items():
+            self._store(node, parts)
+        self.folded = []
+        fits = not bool((self.capacity < 0).any())
+        self._drop_slack_times()
+        self.heavy = set(self.loads)
+        return fits
+
+    def _gather_loads(self) -> dict[int, list[Loads]]:
+        decided: dict[int, tuple[int, Array]] = {}  # node -> (who decides it, its label per label of that node)
+        for step in reversed(self.folded):
+            parent = step.scope[0]
+            root, labels = decided.get(parent, (parent, self.labels[parent]))
+            decided[step.node] = (root, step.table[np.searchsorted(step.scope_labels[0], labels)])
+        gathered: dict[int, list[Loads]] = {}
+        for node, load in self.loads.items():
+            root, labels = decided.get(node, (node, self.labels[node]))
+            if not self.alive[root]:
+                raise AssertionError(f"node {root} was eliminated with its usage")
+            columns = np.searchsorted(load.labels, labels)
+            gathered.setdefault(root, []).append(
+                Loads(load.first, load.last, load.amounts[:, columns], self.labels[root])
+            )
+        return gathered
+
+    def _store(self, node: int, parts: list[Loads]) -> None:
+        if len(parts) == 1:
+            first, last, amounts = parts[0].first, parts[0].last, parts[0].amounts
+        else:
+            first = np.concatenate([part.first for part in parts])
+            last = np.concatenate([part.last for part in parts])
+            amounts = np.concatenate([part.amounts for part in parts])
+            spans, row_of = np.unique(first * (len(self.times) + 1) + last, return_inverse=True)
+            merged = np.zeros((len(spans), amounts.shape[1]))
+            np.add.at(merged, row_of, amounts)
+            first, last, amounts = spans // (len(self.times) + 1), spans % (len(self.times) + 1), merged
+        least = amounts.min(axis=1)
+        for low, high, amount in zip(first.tolist(), last.tolist(), least.tolist(), strict=True):
+            if amount:
+                self.capacity[low:high] -= amount
+        amounts = amounts - least[:, None]
+        rows = np.flatnonzero((amounts.max(axis=1) > 0) & (first < last))
+        if len(rows):
+            self.loads[node] = Loads(first[rows], last[rows], amounts[rows], self.labels[node])
+
+    def _drop_slack_times(self) -> None:
+        """A time point at which even the greatest usages fit needs no row."""
+        profile = self.profile({node: load.amounts.max(axis=1) for node, load in self.loads.items()})
+        keep = profile > self.capacity
+        if bool(keep.all()):
+            return
+        place = np.concatenate([[0], np.cumsum(keep)])
+        self.times, self.capacity = self.times[keep], self.capacity[keep]
+        for node, load in list(self.loads.items()):
+            first, last = place[load.first], place[load.last]
+            rows = first < last
+            if bool(rows.any()):
+                self.loads[node] = Loads(first[rows], last[rows], load.amounts[rows], load.labels)
+            else:
+                del self.loads[node]
+
+    def profile(self, amounts: dict[int, Array]) -> Array:
+        """Usage at every time point, from one amount per load row of each node."""
+        change = np.zeros(len(self.times) + 1)
+        nodes = [node for node in amounts if node in self.loads]
+        if not nodes:
+            return change[:-1]
+        values = np.concatenate([amounts[node] for node in nodes])
+        np.add.at(change, np.concatenate([self.loads[node].first for node in nodes]), values)
+        np.subtract.at(change, np.concatenate([self.loads[node].last for node in nodes]), values)
+        return np.cumsum(change)[:-1]
+
+    def usage_of(self, positions: dict[int, int]) -> Array:
+        """Usage of the alive nodes at every time point; `positions` index into each node's labels."""
+        return self.profile({node: load.amounts[:, positions[node]] for node, load in self.loads.items()})
+
+    def cost_of(self, positions: dict[int, int]) -> float:
+        """Cost in quanta of a choice of the alive nodes, by position; capacities are not looked at."""
+        total = self.offset
+        for node, position in positions.items():
+            total += self.unary[node][position]
+            for other, matrix in self.links[node].items():
+                if node < other:
+                    total += matrix[position, positions[other]]
+        return float(total)
+
+    def labelled(self, positions: dict[int, int]) -> dict[int, int]:
+        """The labels at these positions."""
+        return {node: int(self.labels[node][position]) for node, position in positions.items()}

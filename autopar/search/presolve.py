@@ -1,0 +1,245 @@
+"""Exact reductions of a network: each keeps the optimum and logs how to undo itself.
+
+Arc consistency (Mackworth 1977), folding of functionally determined neighbours, equivalence-preserving moves of row
+and column minima into the nodes (Cooper et al., "Soft arc consistency revisited", AIJ 174, 2010), elimination of nodes
+of degree 0, 1 and 2 (Scholz and Eckstein 2002, "Register allocation for irregular architectures", for PBQP), dominance
+(Goldstein 1994).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from autopar.search.network import Array, Network, Step
+
+_DOMINANCE_CELLS = 400_000  # the greatest three-way table that a dominance test may build
+
+
+class Deadend(Exception):
+    """No choice avoids every forbidden pair."""
+
+
+def presolve(network: Network, *, deadline: float = np.inf, growth: float = 1.5) -> None:
+    """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend`.
+
+    `growth` bounds by what factor eliminating a node of degree two may increase the number of pairs.
+    """
+    Reducer(network, deadline, growth).run()
+
+
+class Reducer:
+    """One run of the reductions over one network; holds the queues of what to look at again."""
+
+    def __init__(self, network: Network, deadline: float, growth: float) -> None:
+        self.network, self.deadline, self.growth = network, deadline, growth
+        self.edges: deque[tuple[int, int]] = deque()
+        self.queued: set[tuple[int, int]] = set()
+
+    def run(self) -> None:
+        """Arc consistency and folding first, then elimination and dominance, until nothing changes."""
+        network = self.network
+        for node in network.nodes():
+            self.check_node(node)
+        for node in network.nodes():
+            self.push_edges(node)
+        changed = True
+        while changed and time.monotonic() < self.deadline:
+            self.drain()
+            network.settle_loads()
+            changed = self.eliminate_low_degrees()
+            self.drain()
+            if not changed:
+                changed = self.drop_dominated()
+
+    def push_edges(self, node: int) -> None:
+        """Look again at every edge of a node that changed."""
+        for other in self.network.links[node]:
+            pair = (node, other) if node < other else (other, node)
+            if pair not in self.queued:
+                self.queued.add(pair)
+                self.edges.append(pair)
+
+    def drain(self) -> None:
+        """Look at queued edges until none is left."""
+        while self.edges:
+            pair = self.edges.popleft()
+            self.queued.discard(pair)
+            if pair[1] in self.network.links[pair[0]]:
+                self.check_edge(*pair)
+
+    def check_node(self, node: int) -> None:
+        """Drop forbidden strategies; a node with one strategy dissolves into its neighbours."""
+        network = self.network
+        keep = network.unary[node] < np.inf
+        if not keep.all():
+            if not keep.any():
+                raise Deadend
+            network.restrict(node, keep)
+            self.push_edges(node)
+        if network.size(node) == 1:
+            self.dissolve(node)
+
+    def dissolve(self, node: int) -> None:
+        """Fix a node of one strategy: its edges become costs of its neighbours."""
+        network = self.network
+        network.offset += float(network.unary[node][0])
+        others = list(network.links[node])
+        for other in others:
+            network.unary[other] = network.unary[other] + network.links[node][other][0]
+        network.retire(Step(node, (), (), network.labels[node][0], is_fold=False))
+        for other in others:
+            self.push_edges(other)
+            if network.alive[other]:
+                self.check_node(other)
+
+    def check_edge(self, first: int, second: int) -> None:
+        """Move minima into the nodes, restore arc consistency, then drop or fold what the edge no longer needs."""
+        network = self.network
+        matrix = network.links[first][second]
+        if not self.move_minima(first, second, matrix):
+            return
+        if not matrix.any():
+            network.unlink(first, second)
+            return
+        finite = matrix < np.inf
+        if finite.all():
+            return
+        second_follows = bool((finite.sum(axis=1) == 1).all())
+        first_follows = bool((finite.sum(axis=0) == 1).all())
+        if second_follows and first_follows and len(network.links[first]) < len(network.links[second]):
+            second_follows = False
+        if second_follows:
+            self.fold(second, first, finite.argmax(axis=1))
+        elif first_follows:
+            self.fold(first, second, finite.argmax(axis=0))
+
+    def move_minima(self, first: int, second: int, matrix: Array) -> bool:
+        """Returns False where a node lost strategies, so that the edge comes up again."""
+        network = self.network
+        for node, axis in ((first, 1), (second, 0)):
+            least = matrix.min(axis=axis)
+            if not least.any():
+                continue
+            network.unary[node] = network.unary[node] + least
+            if least.max() == np.inf:
+                np.subtract(matrix, np.expand_dims(np.where(least < np.inf, least, 0.0), axis), out=matrix)
+                self.check_node(node)
+                return False
+            np.subtract(matrix, np.expand_dims(least, axis), out=matrix)
+        return True
+
+    def fold(self, node: int, leader: int, position_of: Array) -> None:
+        """Let `leader` decide `node`: position_of[strategy of leader] is the one strategy of node that it allows."""
+        network = self.network
+        leader_rows = np.arange(len(position_of))
+        pair_costs = network.links[leader][node][leader_rows, position_of]
+        network.unary[leader] = network.unary[leader] + network.unary[node][position_of] + pair_costs
+        inherited = {other: matrix[position_of] for other, matrix in network.links[node].items() if other != leader}
+        table = network.labels[node][position_of]
+        network.retire(Step(node, (leader,), (network.labels[leader],), table, is_fold=True))
+        for other, matrix in inherited.items():
+            network.link(leader, other, matrix)
+        self.push_edges(leader)
+
+    def eliminate_low_degrees(self) -> bool:
+        """Minimise nodes of degree two or less, whose usage does not depend on the strategy, out of the network."""
+        network = self.network
+        stack = [node for node in network.nodes() if len(network.links[node]) <= 2]
+        changed = False
+        while stack:
+            node = stack.pop()
+            if not network.alive[node] or node in network.heavy or len(network.links[node]) > 2:
+                continue
+            others = tuple(network.links[node])
+            if len(others) == 2 and not self.pays_off(node, *others):
+                continue
+            minimise_out(network, node)
+            changed = True
+            for other in others:
+                self.push_edges(other)
+            self.drain()
+            stack.extend(other for other in others if network.alive[other])
+        return changed
+
+    def pays_off(self, node: int, first: int, second: int) -> bool:
+        """Whether the table between the two neighbours is not much larger than what it replaces."""
+        network = self.network
+        own, left, right = network.size(node), network.size(first), network.size(second)
+        if left * right * own > 50_000_000:
+            return False
+        before = own * (left + right)
+        extra = 0 if second in network.links[first] else left * right
+        return extra <= self.growth * before
+
+    def drop_dominated(self) -> bool:
+        """Drop strategies that another one of the same node beats, whatever the neighbours choose."""
+        changed = False
+        for node in self.network.nodes():
+            if time.monotonic() > self.deadline:
+                break
+            if not self.network.alive[node]:
+                continue
+            keep = undominated(self.network, node)
+            if keep.all():
+                continue
+            self.network.restrict(node, keep)
+            self.push_edges(node)
+            self.check_node(node)
+            changed = True
+        return changed
+
+
+def minimise_out(network: Network, node: int) -> None:
+    """Replace a node of degree 0, 1 or 2 by the least cost it can have, as a function of its neighbours."""
+    others = tuple(network.links[node])
+    labels = network.labels[node]
+    scope_labels = tuple(network.labels[other] for other in others)
+    if not others:
+        network.offset += float(network.unary[node].min())
+        network.retire(Step(node, (), (), labels[int(network.unary[node].argmin())], is_fold=False))
+        return
+    if len(others) == 1:
+        table = network.links[others[0]][node] + network.unary[node]
+        network.unary[others[0]] = network.unary[others[0]] + table.min(axis=1)
+        network.retire(Step(node, others, scope_labels, labels[table.argmin(axis=1)], is_fold=False))
+        return
+    left = network.links[others[0]][node] + network.unary[node]
+    right = network.links[others[1]][node]
+    least = np.empty((left.shape[0], right.shape[0]))
+    best = np.empty(least.shape, dtype=np.int64)
+    for row in range(left.shape[0]):
+        table = right + left[row]
+        best[row] = table.argmin(axis=1)
+        least[row] = table.min(axis=1)
+    network.retire(Step(node, others, scope_labels, labels[best], is_fold=False))
+    network.link(others[0], others[1], least)
+
+
+def undominated(network: Network, node: int) -> Array:
+    """Mask of the strategies that no other one beats in cost (for every choice of the neighbours) and usage."""
+    costs = network.unary[node]
+    size = len(costs)
+    keep = np.ones(size, dtype=bool)
+    blocks = list(network.links[node].values())
+    if size < 2 or size * sum(block.shape[1] for block in blocks) * size > _DOMINANCE_CELLS * 8:
+        return keep
+    worst = costs[:, None] - costs[None, :]  # [i, j]: the most that i costs above j
+    with np.errstate(invalid="ignore"):
+        for block in blocks:
+            excess = block[:, None, :] - block[None, :, :]
+            excess[np.isnan(excess)] = -np.inf  # both forbidden
+            worst = worst + excess.max(axis=2)
+    better = ~(worst > 0)
+    load = network.loads.get(node)
+    if load is not None and node in network.heavy:
+        amounts = load.amounts[:, np.searchsorted(load.labels, network.labels[node])]
+        better &= (amounts[:, :, None] <= amounts[:, None, :]).all(axis=0)
+    np.fill_diagonal(better, False)
+    for loser in range(size):
+        winners = better[:, loser] & keep
+        if winners.any():
+            keep[loser] = False
+    return keep

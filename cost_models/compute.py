@@ -1,0 +1,188 @@
+"""Seconds of one op on one device: roofline, an efficiency curve by dtype and size, launch overhead.
+
+Every function takes a `Device` and plain sizes (numbers or numpy arrays, in bulk) and gives seconds. An arithmetic
+that the device has no rate for is an `UnpricedError`. A multiply-add is 2 flops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import sympy
+
+from autopar.cost_models.formula import Formula, Number, Numeric, symbols
+from autopar.cost_models.hardware import Device, MatmulCurve, canonical_dtype, dtype_bytes
+from autopar.errors import UnpricedError
+
+Direction: TypeAlias = Literal["forward", "backward"]
+Mask: TypeAlias = Literal["none", "causal", "dense"]
+
+ROOFLINE = "Williams, Waterman and Patterson, CACM 52(4), 2009 (roofline); curve: the profile's source"
+_launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s efficiency ramp_s tile")
+_rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
+_moved, _flops = symbols("moved_bytes flops")
+_batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
+
+
+def _padded(size: sympy.Expr) -> sympy.Expr:
+    return sympy.ceiling(size / _tile) * _tile
+
+
+MATMUL = Formula(
+    "matmul",
+    _launch
+    + sympy.Max(
+        2 * _batch * _padded(_m) * _padded(_n) * _k / (_peak * _efficiency) + _ramp,
+        _element * _batch * (_m * _k + _k * _n + _m * _n) / _rate,
+    ),
+    {"batch": "", "m": "", "n": "", "k": "", "element_bytes": "B", "tile": "", "peak_flops_per_s": "FLOP/s",
+     "efficiency": "", "ramp_s": "s", "memory_bytes_per_s": "B/s", "launch_s": "s"},
+    ROOFLINE,
+    leaves_out="wave quantization, power throttling, epilogues",
+)  # fmt: skip
+MEMORY_BOUND = Formula(
+    "memory-bound op",
+    _launch + sympy.Max(_moved / _rate, _flops / _vector),
+    {"moved_bytes": "B", "flops": "FLOP", "memory_bytes_per_s": "B/s", "vector_flops_per_s": "FLOP/s",
+     "launch_s": "s"},
+    ROOFLINE,
+    leaves_out="cache hits between kernels, strided access",
+)  # fmt: skip
+DENSE = Formula(
+    "compute-bound op",
+    _launch + sympy.Max(_flops / (_peak * _efficiency) + _ramp, _moved / _rate),
+    {"flops": "FLOP", "moved_bytes": "B", "peak_flops_per_s": "FLOP/s", "efficiency": "", "ramp_s": "s",
+     "memory_bytes_per_s": "B/s", "launch_s": "s"},
+    ROOFLINE,
+)  # fmt: skip
+
+
+def matmul_seconds(device: Device, dtype: str, batch: Numeric, m: Numeric, n: Numeric, k: Numeric) -> Number:
+    """Seconds of `batch` products of an (m, k) by a (k, n) matrix."""
+    return MATMUL.value(batch=batch, m=m, n=n, k=k, **_matmul_numbers(device, dtype))
+
+
+def explain_matmul(device: Device, dtype: str, batch: Numeric, m: Numeric, n: Numeric, k: Numeric) -> str:
+    """The formula of `matmul_seconds` with its numbers."""
+    return MATMUL.explain(batch=batch, m=m, n=n, k=k, **_matmul_numbers(device, dtype))
+
+
+def memory_bound_seconds(
+    device: Device, moved_bytes: Numeric, dtype: str | None = None, flops: Numeric = 0.0
+) -> Number:
+    """Seconds of an op that mostly moves bytes (read plus written), with `flops` of vector arithmetic.
+
+    Vector arithmetic runs at the float32 rate, or at the float64 rate for float64 and complex128 tensors.
+    """
+    return MEMORY_BOUND.value(moved_bytes=moved_bytes, flops=flops, **_memory_numbers(device, dtype))
+
+
+def explain_memory_bound(device: Device, moved_bytes: Numeric, dtype: str | None = None, flops: Numeric = 0.0) -> str:
+    """The formula of `memory_bound_seconds` with its numbers."""
+    return MEMORY_BOUND.explain(moved_bytes=moved_bytes, flops=flops, **_memory_numbers(device, dtype))
+
+
+def convolution_seconds(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric) -> Number:
+    """Seconds of a convolution (either direction) of `flops`, reading and writing `moved_bytes`."""
+    numbers = _dense_numbers(device, dtype, device.convolution_efficiency)
+    return DENSE.value(flops=flops, moved_bytes=moved_bytes, **numbers)
+
+
+def attention_seconds(
+    device: Device,
+    dtype: str,
+    batch: Numeric,
+    heads: Numeric,
+    q_len: Numeric,
+    k_len: Numeric,
+    head_dim: Numeric,
+    *,
+    direction: Direction = "forward",
+    mask: Mask = "none",
+    key_value_heads: Numeric | None = None,
+) -> Number:
+    """Seconds of fused attention; `key_value_heads` below `heads` is grouped-query attention.
+
+    Forward is 2 matmuls per score, backward 5 (the scores are computed again). A causal mask halves the scores.
+    """
+    flops, moved = attention_work(
+        dtype, batch, heads, q_len, k_len, head_dim, direction=direction, mask=mask, key_value_heads=key_value_heads
+    )
+    forward = direction == "forward"
+    efficiency = device.attention_forward_efficiency if forward else device.attention_backward_efficiency
+    return DENSE.value(flops=flops, moved_bytes=moved, **_dense_numbers(device, dtype, efficiency))
+
+
+def attention_work(
+    dtype: str,
+    batch: Any,
+    heads: Any,
+    q_len: Any,
+    k_len: Any,
+    head_dim: Any,
+    *,
+    direction: Direction = "forward",
+    mask: Mask = "none",
+    key_value_heads: Any = None,
+) -> tuple[Any, Any]:
+    """The flops of fused attention and the bytes it reads and writes.
+
+    Source: Dao, FlashAttention-2, 2023, section 4.1: 4 (forward) and 10 (backward) flops per score and head dim.
+    """
+    if mask not in ("none", "causal", "dense"):
+        raise UnpricedError(f"attention mask {mask!r} has no price", fix="use 'none', 'causal' or 'dense'")
+    if direction not in ("forward", "backward"):
+        raise UnpricedError(f"attention direction {direction!r} has no price", fix="use 'forward' or 'backward'")
+    grouped = heads if key_value_heads is None else key_value_heads
+    scores = batch * heads * q_len * k_len * (0.5 if mask == "causal" else 1.0)
+    flops = (4 if direction == "forward" else 10) * scores * head_dim
+    queries, keys = batch * heads * q_len * head_dim, batch * grouped * k_len * head_dim
+    elements = 2 * queries + 2 * keys if direction == "forward" else 4 * queries + 4 * keys
+    if mask == "dense":
+        elements = elements + batch * q_len * k_len
+    return flops, elements * dtype_bytes(dtype)
+
+
+def optimizer_step_seconds(
+    device: Device, parameter_bytes: Numeric, gradient_bytes: Numeric, state_bytes: Numeric
+) -> Number:
+    """Seconds of one fused optimizer step: parameters and states are read and written, gradients read."""
+    moved = 2.0 * parameter_bytes + 1.0 * gradient_bytes + 2.0 * state_bytes
+    return memory_bound_seconds(device, moved)
+
+
+def host_copy_seconds(device: Device, moved_bytes: Numeric) -> Number:
+    """Seconds of a copy between the device and pinned host memory, one way (offload or reload)."""
+    return device.launch_s + 1.0 * moved_bytes / device.host_bytes_per_s
+
+
+def _matmul_numbers(device: Device, dtype: str) -> dict[str, float]:
+    peak, curve = device.peak(dtype), _curve(device, dtype)
+    return {
+        "peak_flops_per_s": peak,
+        "efficiency": curve.efficiency,
+        "ramp_s": curve.ramp_s,
+        "tile": curve.tile,
+        "element_bytes": dtype_bytes(dtype),
+        "memory_bytes_per_s": device.memory_bytes_per_s * device.memory_efficiency,
+        "launch_s": device.launch_s,
+    }
+
+
+def _dense_numbers(device: Device, dtype: str, fraction: float) -> dict[str, float]:
+    numbers = _matmul_numbers(device, dtype)
+    del numbers["tile"], numbers["element_bytes"]
+    return numbers | {"efficiency": numbers["efficiency"] * fraction}
+
+
+def _memory_numbers(device: Device, dtype: str | None) -> dict[str, float]:
+    double = dtype is not None and canonical_dtype(dtype) in ("float64", "complex128")
+    return {
+        "memory_bytes_per_s": device.memory_bytes_per_s * device.memory_efficiency,
+        "vector_flops_per_s": device.peak("float64" if double else "float32"),
+        "launch_s": device.launch_s,
+    }
+
+
+def _curve(device: Device, dtype: str) -> MatmulCurve:
+    return device.matmul[canonical_dtype(dtype)]
