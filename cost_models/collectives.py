@@ -10,7 +10,7 @@ all_reduce, the whole local buffer of all_to_all, the message of broadcast and s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
@@ -18,15 +18,22 @@ import numpy as np
 import sympy
 
 from autopar.cost_models.formula import Formula, Number, Numeric, symbols
-from autopar.cost_models.hardware import AxisLinks, Protocol
+from autopar.cost_models.hardware import AxisLinks
+from autopar.cost_models.links import Protocol
 from autopar.errors import UnpricedError
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
+# Of the rate of a ring, reached by a tree: the pipeline of a tree has bubbles. NCCL's own table has 0.5 to 0.92;
+# fitted on all_reduce over 2 nodes of p4d.24xlarge in nccl_bandwidth.csv, even rows.
+TREE_FRACTION = 0.85
+# What a rank spends on each message of an all_to_all: fitted on 2 and 8 nodes of Polaris and 10 nodes of H100 in
+# nccl_bandwidth.csv, even rows. Messages overlap, so the hop's latency is paid once.
+MESSAGE_S = 4.5e-6
 NCCL_TUNING = "NCCL src/graph/tuning.cc (latency of a base and of every hop, rate by protocol)"
 _S, _n, _N, _g = symbols("bytes ranks nodes ranks_per_node")
-_base, _hop_in, _hop_out = symbols("base_s hop_inside_s hop_between_s")
+_base, _hop_in, _hop_out, _message = symbols("base_s hop_inside_s hop_between_s message_s")
 _R, _rate_in, _rate_out, _switch = symbols("ring_bytes_per_s inside_bytes_per_s node_bytes_per_s switch_bytes_per_s")
 _UNITS = {
     "bytes": "B",
@@ -36,6 +43,7 @@ _UNITS = {
     "base_s": "s",
     "hop_inside_s": "s",
     "hop_between_s": "s",
+    "message_s": "s",
     "ring_bytes_per_s": "B/s",
     "inside_bytes_per_s": "B/s",
     "node_bytes_per_s": "B/s",
@@ -49,8 +57,9 @@ def _formula(name: str, expression: sympy.Expr, source: str, leaves_out: str = "
     return Formula(name, expression, units, source, leaves_out=leaves_out)
 
 
-_ring_hops = (_n - _N) * _hop_in + (_N - 1) * _hop_out
-_inside = (_n - 1) * _hop_in  # for a group of one node, and the inner level of others
+# The last chunk to arrive has passed every link between nodes, unless it started just behind one.
+_out_hops = sympy.Piecewise((_N - 1, (_g <= 1) | (_N <= 1)), (_N, True))
+_ring_hops = (_n - 1 - _out_hops) * _hop_in + _out_hops * _hop_out
 _tree_depth = sympy.ceiling(sympy.log(sympy.Max(_N, 1)) / sympy.log(2))
 _tree_shared = sympy.Piecewise((1, _N <= 2), (2, True))  # a node of a double binary tree sends its bytes up and down
 
@@ -69,7 +78,7 @@ TREE_ALL_REDUCE = _formula(
     "tree all_reduce",
     _base
     + 2 * ((_g - 1) * _hop_in + _tree_depth * _hop_out)
-    + sympy.Max(2 * _S / _rate_in, _tree_shared * _S / _rate_out),
+    + sympy.Max(2 * _S / _rate_in, _tree_shared * _S / _rate_out) / TREE_FRACTION,
     "Sanders, Speck and Traff, Parallel Computing 35(12), 2009 (two trees); " + NCCL_TUNING,
     "uneven nodes",
 )
@@ -81,14 +90,14 @@ SWITCH_ALL_REDUCE = _formula(
 )
 ONE_NODE_ALL_TO_ALL = _formula(
     "pairwise all_to_all inside a node",
-    _base + _inside + (_n - 1) / _n * _S / _rate_in,
+    _base + _hop_in + (_n - 1) * _message + (_n - 1) / _n * _S / _rate_in,
     "every rank sends 1/ranks of its buffer to each other rank",
 )
 ALL_TO_ALL = _formula(
     "pairwise all_to_all over nodes",
     _base
-    + (_g - 1) * _hop_in
-    + (_n - _g) * _hop_out
+    + _hop_out
+    + (_n - 1) * _message
     + sympy.Max((_g - 1) / _n * _S / _rate_in, (_n - _g) / _n * _g * _S / _rate_out),
     "every rank sends 1/ranks of its buffer to each other rank; a node's ranks share its rails",
 )
@@ -110,6 +119,7 @@ class Line:
     numbers: tuple[tuple[str, float], ...]  # of every symbol but `bytes`
     latency_s: float
     seconds_per_byte: float
+    from_bytes: float = 0.0  # the library uses it for messages of this size and more
 
 
 def collective_seconds(kind: Collective, bytes_: Numeric, axis: AxisLinks) -> Number:
@@ -119,10 +129,12 @@ def collective_seconds(kind: Collective, bytes_: Numeric, axis: AxisLinks) -> Nu
         sizes = bytes_.astype(np.float64)
         total = np.full(sizes.shape, np.inf if lines else 0.0)
         for line in lines:
-            np.minimum(total, line.latency_s + line.seconds_per_byte * sizes, out=total)
+            usable = sizes >= line.from_bytes
+            np.minimum(total, line.latency_s + line.seconds_per_byte * sizes, out=total, where=usable)
         return total
     size = float(bytes_)
-    return min((line.latency_s + line.seconds_per_byte * size for line in lines), default=0.0)
+    usable_lines = (line for line in lines if size >= line.from_bytes)
+    return min((line.latency_s + line.seconds_per_byte * size for line in usable_lines), default=0.0)
 
 
 def explain_collective(kind: Collective, bytes_: float, axis: AxisLinks) -> str:
@@ -130,7 +142,8 @@ def explain_collective(kind: Collective, bytes_: float, axis: AxisLinks) -> str:
     lines = collective_lines(kind, axis)
     if not lines:
         return f"{kind} over one rank = 0 s"
-    best = min(lines, key=lambda line: line.latency_s + line.seconds_per_byte * bytes_)
+    usable = [line for line in lines if bytes_ >= line.from_bytes]
+    best = min(usable, key=lambda line: line.latency_s + line.seconds_per_byte * bytes_)
     return f"{kind}, protocol {best.protocol.name}: " + best.formula.explain(bytes=bytes_, **dict(best.numbers))
 
 
@@ -141,8 +154,19 @@ def collective_lines(kind: Collective, axis: AxisLinks) -> tuple[Line, ...]:
         raise UnpricedError(f"collective {kind!r} has no price", fix=f"use one of {', '.join(COLLECTIVES)}")
     if axis.ranks == 1:
         return ()
-    return tuple(_line(formula, protocol, kind, axis) for formula in _candidates(kind, axis)
-                 for protocol in axis.protocols)  # fmt: skip
+    link = axis.intra if axis.nodes == 1 else axis.inter
+    bulk = axis.protocols[-1]  # in-switch reduction has no low-latency protocol
+    lines = [
+        _line(formula, protocol, kind, axis)
+        for formula in _candidates(kind, axis)
+        for protocol in axis.protocols
+        if protocol.name != link.without_protocol and (formula is not SWITCH_ALL_REDUCE or protocol is bulk)
+    ]
+    if kind == "send" and link.point_to_point_full_bytes:
+        whole = replace(axis, intra=replace(axis.intra, point_to_point_fraction=1.0))
+        line = _line(_candidates(kind, axis)[0], bulk, kind, whole)
+        lines.append(replace(line, from_bytes=link.point_to_point_full_bytes))
+    return tuple(lines)
 
 
 def _candidates(kind: Collective, axis: AxisLinks) -> tuple[Formula, ...]:
@@ -172,8 +196,13 @@ def _line(formula: Formula, protocol: Protocol, kind: Collective, axis: AxisLink
 
 
 def _numbers(protocol: Protocol, kind: Collective, axis: AxisLinks) -> dict[str, float]:
+    bulk = protocol is axis.protocols[-1]
+    peers = kind in ("send", "all_to_all")
+    hop_factor = 1.0 if peers else protocol.hop_factor  # no pipeline of steps to synchronize
     inside = axis.intra.bytes_per_s * protocol.bandwidth_fraction
     between = axis.node_bytes_per_s * protocol.bandwidth_fraction
+    if not bulk:
+        inside, between = inside * axis.intra.low_latency_fraction, between * axis.inter.low_latency_fraction
     if kind == "send":
         inside *= axis.intra.point_to_point_fraction
         between = axis.inter.bytes_per_s * min(axis.rails_per_rank, axis.inter.rails / axis.sharing)
@@ -187,8 +216,9 @@ def _numbers(protocol: Protocol, kind: Collective, axis: AxisLinks) -> dict[str,
         "nodes": axis.nodes,
         "ranks_per_node": axis.ranks_per_node,
         "base_s": protocol.base_s,
-        "hop_inside_s": axis.intra.latency_s * protocol.hop_factor,
-        "hop_between_s": axis.inter.latency_s * protocol.hop_factor,
+        "hop_inside_s": axis.intra.latency_s * hop_factor,
+        "hop_between_s": axis.inter.latency_s * hop_factor,
+        "message_s": MESSAGE_S,
         "ring_bytes_per_s": ring,
         "inside_bytes_per_s": inside,
         "node_bytes_per_s": between,

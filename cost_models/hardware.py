@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost_models.links import Link, Protocol, link_of_kind, require
 from autopar.errors import HardwareProfileError, UnpricedError
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
@@ -59,9 +60,9 @@ class MatmulCurve:
     tile: int
 
     def __post_init__(self) -> None:
-        _require(0 < self.efficiency <= 1, f"matmul efficiency {self.efficiency} is not in (0, 1]")
-        _require(self.ramp_s >= 0, f"matmul ramp_s {self.ramp_s} is negative")
-        _require(self.tile >= 1, f"matmul tile {self.tile} is below 1")
+        require(0 < self.efficiency <= 1, f"matmul efficiency {self.efficiency} is not in (0, 1]")
+        require(self.ramp_s >= 0, f"matmul ramp_s {self.ramp_s} is negative")
+        require(self.tile >= 1, f"matmul tile {self.tile} is below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,16 @@ class Device:
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "matmul", MappingProxyType(dict(self.matmul)))
-        _require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
+        require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
         for dtype, flops in self.peak_flops.items():
-            _require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
-            _require(dtype in self.matmul, f"{self.name}: no matmul curve for {dtype!r}")
+            require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
+            require(dtype in self.matmul, f"{self.name}: no matmul curve for {dtype!r}")
         for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s"):
-            _require(getattr(self, name) > 0, f"{self.name}: {name} is not above 0")
+            require(getattr(self, name) > 0, f"{self.name}: {name} is not above 0")
         for name in ("memory_efficiency", "attention_forward_efficiency", "attention_backward_efficiency",
                      "convolution_efficiency"):  # fmt: skip
-            _require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
-        _require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
+            require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
+        require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s))
@@ -115,46 +116,6 @@ class Device:
                 fix=f"use one of {sorted(self.peak_flops)}, or add {dtype!r} to the profile's peak_flops",
             )
         return flops
-
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """One way a library sends: a fixed start, a factor on each hop's latency, a fraction of the link's rate."""
-
-    name: str
-    base_s: float
-    hop_factor: float
-    bandwidth_fraction: float
-
-    def __post_init__(self) -> None:
-        _require(self.base_s >= 0 and self.hop_factor > 0, f"protocol {self.name}: latencies must be above 0")
-        _require(0 < self.bandwidth_fraction <= 1, f"protocol {self.name}: bandwidth_fraction is not in (0, 1]")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A kind of wire. `bytes_per_s` is one direction of one rail, as reached by large collectives, not the label.
-
-    Inside a node a rank has one rail of its own. Between nodes the `rails` of a node are shared by its ranks.
-    """
-
-    kind: str
-    latency_s: float
-    bytes_per_s: float
-    rails: int = 1
-    point_to_point_fraction: float = 1.0  # of bytes_per_s, for one pair of ranks
-    all_to_all_fraction: float = 1.0  # of bytes_per_s, when every rank talks to every rank
-    in_switch_fraction: float = 0.0  # all-reduce inside the switch: reduced bytes/s over bytes_per_s; 0 if it cannot
-    in_switch_min_ranks: int = 0
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        _require(self.latency_s >= 0, f"link {self.kind}: latency_s is negative")
-        _require(self.bytes_per_s > 0, f"link {self.kind}: bytes_per_s is not above 0")
-        _require(self.rails >= 1, f"link {self.kind}: rails is below 1")
-        _require(0 < self.point_to_point_fraction <= 1, f"link {self.kind}: point_to_point_fraction not in (0, 1]")
-        _require(0 < self.all_to_all_fraction <= 1, f"link {self.kind}: all_to_all_fraction not in (0, 1]")
-        _require(0 <= self.in_switch_fraction <= 1, f"link {self.kind}: in_switch_fraction not in [0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +139,9 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residuals", MappingProxyType(dict(self.residuals)))
-        _require(self.ranks_per_node >= 1, f"{self.name}: ranks_per_node is below 1")
-        _require(bool(self.protocols), f"{self.name}: no protocol")
-        _require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
+        require(self.ranks_per_node >= 1, f"{self.name}: ranks_per_node is below 1")
+        require(bool(self.protocols), f"{self.name}: no protocol")
+        require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.ranks_per_node, self.intra, self.inter))
@@ -207,11 +168,11 @@ class HardwareProfile:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise HardwareProfileError(f"the profile is not JSON: {error}", fix="see cost_models/profiles") from error
-        _require(isinstance(data, dict), "the profile is not a JSON object")
+        require(isinstance(data, dict), "the profile is not a JSON object")
         device = _section(data, "device")
         matmul = {dtype: _build(MatmulCurve, curve) for dtype, curve in _section(device, "matmul").items()}
         protocols = tuple(_build(Protocol, item) for item in data.get("protocols", ()))
-        links = {name: _build(Link, _section(data, name)) for name in ("intra", "inter")}
+        links = {name: _link(_section(data, name)) for name in ("intra", "inter")}
         vectors = {name: tuple(data.get(name, ())) for name in ("rank_speeds", "rank_memory_bytes")}
         built = {"device": _build(Device, {**device, "matmul": matmul}), "protocols": protocols}
         profile: HardwareProfile = _build(cls, {**data, **built, **links, **vectors})
@@ -279,7 +240,7 @@ def axis_links(profile: HardwareProfile, mesh_shape: tuple[int, ...]) -> tuple[A
 
 @lru_cache(maxsize=256)
 def _axis_links(profile: HardwareProfile, mesh_shape: tuple[int, ...]) -> tuple[AxisLinks, ...]:
-    _require(all(size >= 1 for size in mesh_shape), f"mesh {mesh_shape} has an axis below 1")
+    require(all(size >= 1 for size in mesh_shape), f"mesh {mesh_shape} has an axis below 1")
     world = math.prod(mesh_shape)
     nodes = np.arange(world).reshape(mesh_shape) // profile.ranks_per_node
     present = min(profile.ranks_per_node, world)
@@ -300,11 +261,6 @@ def _read_profile(path: Path, _modified_ns: int) -> HardwareProfile:
     return HardwareProfile.from_json(path.read_text())
 
 
-def _require(condition: object, what: str) -> None:
-    if not condition:
-        raise HardwareProfileError(what, fix="see the shipped files in cost_models/profiles for every field")
-
-
 def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = data.get(name)
     if not isinstance(section, dict):
@@ -312,10 +268,20 @@ def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def _link(values: dict[str, Any]) -> Link:
+    """A link written out in full, or as `kind`, `label_bytes_per_s` and `rails`."""
+    label = values.get("label_bytes_per_s")
+    if label is None:
+        link: Link = _build(Link, values)
+        return link
+    require(values.keys() <= {"kind", "label_bytes_per_s", "rails"}, f"link with a label: unknown {sorted(values)}")
+    return link_of_kind(str(values.get("kind")), float(label), rails=int(values.get("rails", 1)))
+
+
 def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """An instance from a mapping; a missing, unknown or mistyped field is a `HardwareProfileError`."""
     known = {item.name for item in fields(kind)}
-    _require(values.keys() <= known, f"{kind.__name__}: unknown fields {sorted(values.keys() - known)}")
+    require(values.keys() <= known, f"{kind.__name__}: unknown fields {sorted(values.keys() - known)}")
     try:
         return kind(**values)
     except TypeError as error:
