@@ -1,0 +1,20 @@
+"""The search: numbers in, a choice with a proven bound out. It knows no model, no graph and no device."""
+
+from __future__ import annotations
+
+from autopar.search.evaluation import evaluate, violations
+from autopar.search.problem import FORBIDDEN, Problem, make_problem
+from autopar.search.registry import register, solve, strategy_names
+from autopar.search.solution import Solution
+
+__all__ = [
+    "FORBIDDEN",
+    "Problem",
+    "Solution",
+    "evaluate",
+    "make_problem",
+    "register",
+    "solve",
+    "strategy_names",
+    "violations",
+]

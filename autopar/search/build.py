@@ -106,12 +106,8 @@ def _load(network: Network, problem: Problem, node_of: tuple[int, ...]) -> None:
             amounts = np.asarray(problem.usages[node], dtype=np.float64)[None, :]
             labels = network.labels[place]
             parts.setdefault(place, []).append(Loads(first[node : node + 1], last[node : node + 1], amounts, labels))
-    for place, loads in parts.items():
-        network._store(place, loads)
-    if bool((network.capacity < 0).any()):
-        raise tight_interval(problem, network.times[network.capacity < 0])
-    network._drop_slack_times()
-    network.heavy = set(network.loads)
+    if not network.store_loads(parts):
+        raise tight_interval(problem, network.tight_times)
 
 
 def tight_interval(problem: Problem, times: Array) -> InfeasibleProblemError:

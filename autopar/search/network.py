@@ -60,6 +60,7 @@ class Network:
         self.steps: list[Step] = []
         self.times: Array = np.zeros(0, dtype=np.int64)  # the time points where a capacity may bind
         self.capacity: Array = np.zeros(0)  # per time point: what the alive nodes may use together
+        self.tight_times: Array = self.times  # where even the least usages do not fit, found by the last settling
         self.loads: dict[int, Loads] = {}
         self.heavy: set[int] = set()  # alive nodes whose usage depends on the strategy
         self.folded: list[Step] = []  # folds whose loads have not been moved yet
@@ -125,14 +126,20 @@ class Network:
         Returns False where even the least usages exceed a capacity.
         """
         gathered = self._gather_loads()
-        self.loads = {}
-        for node, parts in gathered.items():
-            self._store(node, parts)
         self.folded = []
-        fits = not bool((self.capacity < 0).any())
+        return self.store_loads(gathered)
+
+    def store_loads(self, gathered: dict[int, list[Loads]]) -> bool:
+        """Replace all loads; amounts common to all strategies come off the capacity. False: they do not fit."""
+        self.loads = {}
+        spent = np.zeros(len(self.times) + 1)
+        for node, parts in gathered.items():
+            self._store(node, parts, spent)
+        self.capacity = self.capacity - np.cumsum(spent)[:-1]
+        self.tight_times = self.times[self.capacity < 0]
         self._drop_slack_times()
         self.heavy = set(self.loads)
-        return fits
+        return not len(self.tight_times)
 
     def _gather_loads(self) -> dict[int, list[Loads]]:
         decided: dict[int, tuple[int, Array]] = {}  # node -> (who decides it, its label per label of that node)
@@ -143,15 +150,14 @@ class Network:
         gathered: dict[int, list[Loads]] = {}
         for node, load in self.loads.items():
             root, labels = decided.get(node, (node, self.labels[node]))
+            own = self.labels[root]
             if not self.alive[root]:
-                raise AssertionError(f"node {root} was eliminated with its usage")
-            columns = np.searchsorted(load.labels, labels)
-            gathered.setdefault(root, []).append(
-                Loads(load.first, load.last, load.amounts[:, columns], self.labels[root])
-            )
+                labels, own = labels[:1], own[:1]  # dissolved, or its usage does not depend on the strategy
+            amounts = load.amounts[:, np.searchsorted(load.labels, labels)]
+            gathered.setdefault(root, []).append(Loads(load.first, load.last, amounts, own))
         return gathered
 
-    def _store(self, node: int, parts: list[Loads]) -> None:
+    def _store(self, node: int, parts: list[Loads], spent: Array) -> None:
         if len(parts) == 1:
             first, last, amounts = parts[0].first, parts[0].last, parts[0].amounts
         else:
@@ -163,13 +169,13 @@ class Network:
             np.add.at(merged, row_of, amounts)
             first, last, amounts = spans // (len(self.times) + 1), spans % (len(self.times) + 1), merged
         least = amounts.min(axis=1)
-        for low, high, amount in zip(first.tolist(), last.tolist(), least.tolist(), strict=True):
-            if amount:
-                self.capacity[low:high] -= amount
-        amounts = amounts - least[:, None]
+        if least.any():
+            np.add.at(spent, first, least)
+            np.subtract.at(spent, last, least)
+            amounts = amounts - least[:, None]
         rows = np.flatnonzero((amounts.max(axis=1) > 0) & (first < last))
         if len(rows):
-            self.loads[node] = Loads(first[rows], last[rows], amounts[rows], self.labels[node])
+            self.loads[node] = Loads(first[rows], last[rows], amounts[rows], parts[0].labels)
 
     def _drop_slack_times(self) -> None:
         """A time point at which even the greatest usages fit needs no row."""

@@ -22,6 +22,14 @@ class Deadend(Exception):
     """No choice avoids every forbidden pair."""
 
 
+class Overfull(Exception):
+    """At these time points even the least usages exceed the limit."""
+
+    def __init__(self, times: Array) -> None:
+        self.times = times
+        super().__init__()
+
+
 def presolve(network: Network, *, deadline: float = np.inf, growth: float = 1.5) -> None:
     """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend`.
 
@@ -37,34 +45,42 @@ class Reducer:
         self.network, self.deadline, self.growth = network, deadline, growth
         self.edges: deque[tuple[int, int]] = deque()
         self.queued: set[tuple[int, int]] = set()
+        self.touched: deque[int] = deque()
 
     def run(self) -> None:
         """Arc consistency and folding first, then elimination and dominance, until nothing changes."""
         network = self.network
-        for node in network.nodes():
-            self.check_node(node)
+        self.touched.extend(network.nodes())
         for node in network.nodes():
             self.push_edges(node)
         changed = True
         while changed and time.monotonic() < self.deadline:
             self.drain()
-            network.settle_loads()
+            if not network.settle_loads():
+                raise Overfull(network.tight_times)
             changed = self.eliminate_low_degrees()
             self.drain()
             if not changed:
                 changed = self.drop_dominated()
 
     def push_edges(self, node: int) -> None:
-        """Look again at every edge of a node that changed."""
+        """Look again at every edge of a node that lost strategies."""
         for other in self.network.links[node]:
-            pair = (node, other) if node < other else (other, node)
-            if pair not in self.queued:
-                self.queued.add(pair)
-                self.edges.append(pair)
+            self.push(node, other)
+
+    def push(self, first: int, second: int) -> None:
+        """Look again at an edge whose costs changed."""
+        pair = (first, second) if first < second else (second, first)
+        if pair not in self.queued:
+            self.queued.add(pair)
+            self.edges.append(pair)
 
     def drain(self) -> None:
-        """Look at queued edges until none is left."""
-        while self.edges:
+        """Look at queued nodes and edges until none is left."""
+        while self.edges or self.touched:
+            if self.touched:
+                self.check_node(self.touched.pop())
+                continue
             pair = self.edges.popleft()
             self.queued.discard(pair)
             if pair[1] in self.network.links[pair[0]]:
@@ -73,6 +89,8 @@ class Reducer:
     def check_node(self, node: int) -> None:
         """Drop forbidden strategies; a node with one strategy dissolves into its neighbours."""
         network = self.network
+        if not network.alive[node]:
+            return
         keep = network.unary[node] < np.inf
         if not keep.all():
             if not keep.any():
@@ -90,10 +108,7 @@ class Reducer:
         for other in others:
             network.unary[other] = network.unary[other] + network.links[node][other][0]
         network.retire(Step(node, (), (), network.labels[node][0], is_fold=False))
-        for other in others:
-            self.push_edges(other)
-            if network.alive[other]:
-                self.check_node(other)
+        self.touched.extend(others)
 
     def check_edge(self, first: int, second: int) -> None:
         """Move minima into the nodes, restore arc consistency, then drop or fold what the edge no longer needs."""
@@ -142,7 +157,7 @@ class Reducer:
         network.retire(Step(node, (leader,), (network.labels[leader],), table, is_fold=True))
         for other, matrix in inherited.items():
             network.link(leader, other, matrix)
-        self.push_edges(leader)
+            self.push(leader, other)
 
     def eliminate_low_degrees(self) -> bool:
         """Minimise nodes of degree two or less, whose usage does not depend on the strategy, out of the network."""
@@ -158,8 +173,9 @@ class Reducer:
                 continue
             minimise_out(network, node)
             changed = True
-            for other in others:
-                self.push_edges(other)
+            if len(others) == 2:
+                self.push(*others)
+            self.touched.extend(others)
             self.drain()
             stack.extend(other for other in others if network.alive[other])
         return changed

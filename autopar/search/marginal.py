@@ -1,0 +1,131 @@
+"""The marginal form of a network as a linear model, with usage rows that enter only when they are broken.
+
+Variables: one per strategy of a node, one per allowed pair of classes of an edge. For each class of an endpoint the
+edge's variables sum to the strategies of that class (Schlesinger 1976; Koster, van Hoesel and Kolen 1998). Strategies
+of one endpoint whose rows of the matrix are equal are one class: exact, and far fewer pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from autopar.search.mathopt import LinearModel
+from autopar.search.network import Array, Network
+
+
+def equal_rows(matrix: Array) -> tuple[Array, Array]:
+    """(class per row, one row per class), classes numbered as they appear."""
+    seen: dict[bytes, int] = {}
+    contiguous = np.ascontiguousarray(matrix)
+    classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in contiguous])
+    representatives = np.unique(classes, return_index=True)[1]
+    return classes, representatives
+
+
+class MarginalModel:
+    """The linear model of a network; `model()` gives it with the usage rows added so far."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.nodes = network.nodes()
+        sizes = [network.size(node) for node in self.nodes]
+        starts = np.cumsum([0, *sizes])
+        self.start = dict(zip(self.nodes, starts[:-1].tolist(), strict=True))
+        self.picks = int(starts[-1])
+        self.costs: list[Array] = [network.unary[node] for node in self.nodes]
+        self.columns = self.picks
+        self.row_count = 0
+        self.rows: list[Array] = []
+        self.cols: list[Array] = []
+        self.values: list[Array] = []
+        self.row_lower: list[Array] = []
+        self.row_upper: list[Array] = []
+        self.time_rows: list[int] = []
+        node_rows = np.repeat(np.arange(len(self.nodes)), sizes)
+        self._add_rows(node_rows, np.arange(self.picks), np.ones(self.picks), np.ones(len(self.nodes)))
+        for first in self.nodes:
+            for second, matrix in network.links[first].items():
+                if first < second:
+                    self._add_edge(first, second, matrix)
+
+    def _add_rows(self, rows: Array, cols: Array, values: Array, equal_to: Array) -> None:
+        self.rows.append(rows + self.row_count)
+        self.cols.append(cols)
+        self.values.append(values)
+        self.row_lower.append(equal_to)
+        self.row_upper.append(equal_to)
+        self.row_count += len(equal_to)
+
+    def _add_edge(self, first: int, second: int, matrix: Array) -> None:
+        row_class, row_of = equal_rows(matrix)
+        col_class, col_of = equal_rows(matrix.T)
+        small = matrix[np.ix_(row_of, col_of)]
+        at_row, at_col = np.nonzero(small < np.inf)
+        pairs = np.arange(len(at_row)) + self.columns
+        self.columns += len(at_row)
+        self.costs.append(small[at_row, at_col])
+        for at, node, classes, count in (
+            (at_row, first, row_class, len(row_of)),
+            (at_col, second, col_class, len(col_of)),
+        ):
+            own = np.arange(len(classes)) + self.start[node]
+            rows, cols = np.concatenate([at, classes]), np.concatenate([pairs, own])
+            values = np.concatenate([np.ones(len(pairs)), -np.ones(len(own))])
+            self._add_rows(rows, cols, values, np.zeros(count))
+
+    def add_usage_rows(self, times: Iterable[int]) -> None:
+        """One row per time point: the usages of the live nodes fit the capacity there."""
+        chosen = np.array(sorted(set(times)), dtype=np.int64)
+        if not len(chosen):
+            return
+        for node, load in self.network.loads.items():
+            amounts = load.amounts[:, np.searchsorted(load.labels, self.network.labels[node])]
+            live = (load.first[:, None] <= chosen) & (chosen < load.last[:, None])
+            total = live.T.astype(np.float64) @ amounts  # [times, strategies]
+            at_time, at_pick = np.nonzero(total)
+            self.rows.append(at_time + self.row_count)
+            self.cols.append(at_pick + self.start[node])
+            self.values.append(total[at_time, at_pick])
+        self.row_lower.append(np.full(len(chosen), -np.inf))
+        self.row_upper.append(self.network.capacity[chosen])
+        self.row_count += len(chosen)
+        self.time_rows.extend(chosen.tolist())
+
+    def model(self, *, integers: int | None = None) -> LinearModel:
+        """The model so far; the first `integers` columns are integer (all picks by default)."""
+        integers = self.picks if integers is None else integers
+        is_integer = np.zeros(self.columns, dtype=bool)
+        is_integer[:integers] = True
+        rows, values = np.concatenate(self.rows), np.concatenate(self.values)
+        lower, upper = np.concatenate(self.row_lower), np.concatenate(self.row_upper)
+        scale = np.ones(self.row_count)  # usage rows in units of their capacity keep the solver's tolerances meaningful
+        usage = np.isneginf(lower) & (upper > 0)
+        scale[usage] = 1.0 / upper[usage]
+        return LinearModel(
+            costs=np.concatenate(self.costs),
+            upper=np.ones(self.columns),
+            is_integer=is_integer,
+            rows=rows,
+            columns=np.concatenate(self.cols),
+            values=values * scale[rows],
+            row_lower=lower,
+            row_upper=upper * scale,
+        )
+
+    def positions(self, values: Array) -> dict[int, int]:
+        """The strategy of the greatest value, per node, by position."""
+        return {
+            node: int(values[self.start[node] : self.start[node] + self.network.size(node)].argmax())
+            for node in self.nodes
+        }
+
+    def usage(self, values: Array) -> Array:
+        """The (possibly fractional) usage at every time point."""
+        network = self.network
+        amounts = {}
+        for node, load in network.loads.items():
+            picked = values[self.start[node] : self.start[node] + network.size(node)]
+            amounts[node] = load.amounts[:, np.searchsorted(load.labels, network.labels[node])] @ picked
+        return network.profile(amounts)

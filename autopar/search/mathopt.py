@@ -1,0 +1,89 @@
+"""One call into OR-Tools MathOpt: arrays in, arrays out."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from autopar.search.network import Array
+
+
+@dataclass(frozen=True, slots=True)
+class LinearModel:
+    """minimise costs @ x, x >= 0 (and <= upper), lower_bounds <= A @ x <= upper_bounds, A by triplets sorted by row."""
+
+    costs: Array
+    upper: Array
+    is_integer: Array
+    rows: Array
+    columns: Array
+    values: Array
+    row_lower: Array
+    row_upper: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the solver found within its time."""
+
+    values: Array | None  # the best point found
+    cost: float  # its objective; inf without a point
+    bound: float  # proven lower bound; inf when the model is infeasible
+    reduced_costs: Array | None = None  # of an LP
+    duals: Array | None = None  # of an LP, per row
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Proven: no point satisfies the rows."""
+        return self.bound == math.inf
+
+
+def solve_linear(model: LinearModel, *, time_limit_s: float, seed: int = 0, relative_gap: float = 0.0) -> Answer:
+    """Run HiGHS on one thread; an LP (no integer column) also returns duals and reduced costs."""
+    params = mathopt.SolveParameters(
+        time_limit=dt.timedelta(seconds=max(0.01, time_limit_s)), relative_gap_tolerance=relative_gap
+    )
+    params.highs.string_options["parallel"] = "off"
+    params.highs.int_options["random_seed"] = seed % 2**31
+    params.highs.double_options["mip_abs_gap"] = 0.0
+    result = mathopt.solve(mathopt.Model.from_model_proto(_to_proto(model)), mathopt.SolverType.HIGHS, params=params)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return Answer(None, math.inf, math.inf)
+    bound = result.termination.objective_bounds.dual_bound
+    if not result.has_primal_feasible_solution():
+        return Answer(None, math.inf, bound)
+    values = np.array(list(result.variable_values().values()))
+    cost = float(model.costs @ values)
+    if not model.is_integer.any() and result.has_dual_feasible_solution():
+        reduced = np.array(list(result.reduced_costs().values()))
+        duals = np.array(list(result.dual_values().values()))
+        return Answer(values, cost, bound, reduced, duals)
+    return Answer(values, cost, bound)
+
+
+def _to_proto(model: LinearModel) -> model_pb2.ModelProto:
+    proto = model_pb2.ModelProto()
+    columns, rows = len(model.costs), len(model.row_lower)
+    variables = proto.variables
+    variables.ids.extend(range(columns))
+    variables.lower_bounds.extend([0.0] * columns)
+    variables.upper_bounds.extend(model.upper.tolist())
+    variables.integers.extend(model.is_integer.tolist())
+    priced = np.flatnonzero(model.costs)
+    proto.objective.linear_coefficients.ids.extend(priced.tolist())
+    proto.objective.linear_coefficients.values.extend(model.costs[priced].tolist())
+    proto.linear_constraints.ids.extend(range(rows))
+    proto.linear_constraints.lower_bounds.extend(model.row_lower.tolist())
+    proto.linear_constraints.upper_bounds.extend(model.row_upper.tolist())
+    order = np.lexsort((model.columns, model.rows))
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend(model.rows[order].tolist())
+    matrix.column_ids.extend(model.columns[order].tolist())
+    matrix.coefficients.extend(model.values[order].tolist())
+    return proto
