@@ -45,3 +45,19 @@ class PlanFormatError(AutoparError):
 
 class RuleError(AutoparError):
     """A sharding rule is malformed, or does not hold for the op it is given for."""
+
+
+class CaptureError(AutoparError):
+    """The model could not be traced."""
+
+
+class DataDependentError(CaptureError):
+    """The program's control flow, or the shape of a tensor, depends on the values of its inputs."""
+
+
+class MutatedInputError(CaptureError):
+    """The model writes into a tensor that the caller passed in, or into a parameter."""
+
+
+class NoParametersError(CaptureError):
+    """The model has nothing to shard and nothing to train."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
@@ -15,6 +17,7 @@ class InputKind(Enum):
     INPUT = "input"  # a tensor of the user's call
     TANGENT = "tangent"  # the gradient that arrives at an output
     SEED = "seed"  # the step's random seed, int64 scalar
+    CONSTANT = "constant"  # a tensor that the model holds but does not register
 
 
 class OutputKind(Enum):
@@ -42,14 +45,21 @@ class ProgramOutput:
     differentiable: bool = False  # has a tangent among the inputs
 
 
+@dataclass(frozen=True, slots=True)
+class LeafIndex:
+    """Stands, among the leaves of the user's output, for the graph output of that index."""
+
+    index: int
+
+
 @dataclass(frozen=True)
 class Program:
     """A joint graph in functional ATen ops.
 
-    Every node has `meta["val"]` (fake tensor, full shape), `meta["phase"]` ("forward" or "backward"),
-    `meta["key"]` (stable name: module path, op, occurrence) and, where known, `meta["where"]` (the user's line).
+    Every node has `meta["val"]` (fake tensor, full shape), `meta["phase"]` ("forward" or "backward"), `meta["module"]`
+    (dotted path), `meta["key"]` (stable name: module path, op, occurrence) and `meta["where"]` (the user's line, or "").
     `outputs` run: user outputs, mutated buffers, gradients. `output_spec` rebuilds the user's output from the flat
-    list in which `output_leaves` says, per leaf, the index of a graph output or a constant.
+    list in which `output_leaves` says, per leaf, the `LeafIndex` of a graph output, or a plain Python value.
     """
 
     graph_module: fx.GraphModule
@@ -57,8 +67,9 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     input_spec: TreeSpec  # of (args, kwargs)
     output_spec: TreeSpec
-    output_leaves: tuple[int | object, ...]
+    output_leaves: tuple[object, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name of the parameter or buffer that it shares)
+    constants: Mapping[str, torch.Tensor]
 
     def named_inputs(self, kind: InputKind) -> dict[str, fx.Node]:
         """Placeholders of one kind by their names."""

@@ -1,0 +1,247 @@
+"""capture(): run the model and its backward once on fake tensors, and keep what ran as one graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from autopar.capture.assemble import Interface, assemble
+from autopar.capture.intercept import Interceptor
+from autopar.capture.observer import Observer
+from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program, ProgramOutput
+from autopar.errors import AutoparError, CaptureError, DataDependentError, NoParametersError
+from autopar.source import raising_line
+from autopar.torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    make_fx,
+    outside_tracing,
+    traced_node_count,
+)
+
+Model = nn.Module | ExportedProgram
+
+
+def as_module(model: Model) -> nn.Module:
+    """The module that a model is, or that an exported program holds."""
+    return model.module() if isinstance(model, ExportedProgram) else model
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """(other name, first name) of every parameter and buffer that the model holds under several names."""
+    first: dict[int, str] = {}
+    tied = []
+    for name, tensor in itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        if id(tensor) in first:
+            tied.append((name, first[id(tensor)]))
+        else:
+            first[id(tensor)] = name
+    return tuple(tied)
+
+
+def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by their path in it (`0`, `labels`, `batch.mask`), in the order of the flat arguments."""
+    found = {}
+    for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor):
+            found[".".join(_key_text(key) for key in path[1:])] = leaf
+    return found
+
+
+def _key_text(key: Any) -> str:
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)
+
+
+def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: str = "cpu") -> Program:
+    """The joint graph of `model(*args, **kwargs)` and of its backward, in full shapes; nothing is computed.
+
+    With gradients disabled (`torch.no_grad`), or nothing that requires them, the graph has no backward. The model, its
+    tensors and the random state are left as they were. Raises a `CaptureError`.
+    """
+    trace = _Trace(as_module(model), args, kwargs, device)
+    with torch.random.fork_rng(devices=[]), _clean_errors():
+        torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
+        return trace.run()
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """Turn what PyTorch raises on an untraceable program into a `CaptureError` with the user's line."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        raise DataDependentError(
+            f"the program's control flow depends on data ({getattr(error, 'func', 'a tensor used as a Python value')})",
+            where=raising_line(error.__traceback__),
+            fix="compute the choice with torch.where, or decide it outside the model",
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise DataDependentError(
+            f"the shape of {error.func} depends on data",
+            where=raising_line(error.__traceback__),
+            fix="use a form of fixed shape there: a mask with torch.where, or topk",
+        ) from error
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be traced: {type(error).__name__}: {error}",
+            where=raising_line(error.__traceback__),
+            fix="run the model once on these inputs as it is; if that works, this is a limit of tracing on fake tensors",
+        ) from error
+
+
+class _Trace:
+    """One run of the tracer: what the joint function notes down while it is traced, and the program made of it."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> None:
+        self.model, self.device = model, device
+        self.parameters, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        if not self.parameters:
+            raise NoParametersError(
+                f"{type(model).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
+            )
+        self.flat, self.input_spec = pytree.tree_flatten((args, kwargs))
+        self.inputs = tensor_leaves(args, kwargs)
+        kinds = (
+            (InputKind.PARAMETER, self.parameters),
+            (InputKind.BUFFER, self.buffers),
+            (InputKind.INPUT, self.inputs),
+        )
+        self.interface = [(kind, name) for kind, named in kinds for name in named] + [(InputKind.SEED, "seed")]
+        self.tangents: list[tuple[int, str]] = []  # (position in the graph, output's name) of what stands for tangents
+        self.outputs: list[ProgramOutput] = []
+        self.wants_gradients = torch.is_grad_enabled()
+
+    def run(self) -> Program:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = [*self.parameters.values(), *self.buffers.values(), *self.inputs.values()]
+        with mode:
+            fakes = [self._fake(tensor) for tensor in tensors]
+            fakes.append(torch.zeros((), dtype=torch.int64, device=self.device))
+            graph_module = make_fx(lambda tensors: self._joint(tensors))(fakes)
+        nodes = list(graph_module.graph.nodes)
+        origins = self.observer.origins(nodes, self.boundary)
+        for index, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
+            phase = "forward" if index < self.boundary else "backward"
+            node.meta["custom"] = {"origin": origin, "phase": phase}
+        interface = Interface(self.interface, self.tangents, self.outputs)
+        graph_module, inputs, outputs, constants = assemble(graph_module, interface, mode)
+        return Program(
+            graph_module=graph_module,
+            inputs=inputs,
+            outputs=outputs,
+            input_spec=self.input_spec,
+            output_spec=self.output_spec,
+            output_leaves=self.output_leaves,
+            tied=tied_names(self.model),
+            constants=constants,
+        )
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return fresh.requires_grad_(tensor.requires_grad)
+
+    def _joint(self, fakes: list[torch.Tensor]) -> list[torch.Tensor]:
+        names = [*self.parameters, *self.buffers]
+        before = dict(zip(names, fakes, strict=False))
+        state = dict(before)
+        inputs = fakes[len(names) : -1]
+        self.observer = Observer(self.model, Interceptor(fakes[-1], _draw_key).replace)
+        queue = iter(inputs)
+        flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
+        args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
+        with self.observer.watching_modules(), self.observer:
+            result = functional_call(self.model, state, args, kwargs)
+            leaves = self._note_outputs(result)
+            values = leaves + self._reassigned_buffers(before, state)
+            self.boundary = traced_node_count()
+            wanted = dict(zip([*self.parameters, *self.inputs], [*fakes[: len(self.parameters)], *inputs], strict=True))
+            return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
+
+    def _note_outputs(self, result: Any) -> list[torch.Tensor]:
+        """Flatten the model's result; say which outputs are differentiated (see `differentiated`)."""
+        paths, self.output_spec = pytree.tree_flatten_with_path(result)
+        tensors: list[tuple[str, torch.Tensor]] = []
+        leaves: list[Any] = []
+        for path, leaf in paths:
+            name = ".".join(_key_text(key) for key in path) or "output"
+            _check_leaf(name, leaf)
+            leaves.append(LeafIndex(len(tensors)) if isinstance(leaf, torch.Tensor) else leaf)
+            if isinstance(leaf, torch.Tensor):
+                tensors.append((name, leaf))
+        self.output_leaves = tuple(leaves)
+        chosen = differentiated(tensors) if self.wants_gradients else set()
+        for name, tensor in tensors:
+            kind = OutputKind.LOSS if name in chosen and tensor.dim() == 0 else OutputKind.OUTPUT
+            self.outputs.append(ProgramOutput(kind, name, differentiable=name in chosen))
+        return [tensor for _, tensor in tensors]
+
+    def _reassigned_buffers(
+        self, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """New values of buffers that the model set by assignment; in-place changes are found by functionalization."""
+        changed = [name for name in self.buffers if after[name] is not before[name]]
+        self.outputs.extend(ProgramOutput(OutputKind.BUFFER, name) for name in changed)
+        return [after[name].detach() for name in changed]
+
+    def _gradients(self, leaves: list[torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of the differentiated outputs with respect to all that requires them, tangents as new inputs."""
+        roots, tangents = [], []
+        for leaf, output in zip(leaves, self.outputs, strict=False):
+            if output.differentiable:
+                tangents.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device))
+                self.tangents.append((traced_node_count() - 1, output.name))
+                roots.append(leaf)
+        if not roots:
+            return []
+        self.observer.watch_backward(roots)
+        with torch.autocast(self.device.split(":")[0], enabled=False):
+            gradients = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
+        found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
+        self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
+        return list(found.values())
+
+
+def _draw_key() -> int:
+    """A key for one random op, from the default generator: what `torch.utils.checkpoint` restores for a replay."""
+    with outside_tracing():
+        return int(torch.randint(2**31 - 1, ()))
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    plain = (torch.Tensor, int, float, bool, str, type(None))
+    if not isinstance(leaf, plain):
+        raise CaptureError(
+            f"output {name!r} is a {type(leaf).__name__}",
+            fix="return tensors in tuples, lists, dicts or a type registered with torch.utils._pytree",
+        )
+
+
+def differentiated(outputs: list[tuple[str, torch.Tensor]]) -> set[str]:
+    """The outputs that backward starts from.
+
+    A field named `loss` is the loss. Else, if the first output that requires a gradient is a scalar, the scalars are.
+    Else all outputs that require a gradient: the loss is computed outside.
+    """
+    able = [(name, tensor) for name, tensor in outputs if tensor.requires_grad]
+    named = {name for name, tensor in able if name == "loss" and tensor.dim() == 0}
+    if named:
+        return named
+    scalars = {name for name, tensor in able if tensor.dim() == 0}
+    return scalars if able and able[0][0] in scalars else {name for name, _ in able}

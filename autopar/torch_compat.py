@@ -1,0 +1,47 @@
+"""The private PyTorch names that autopar needs, in one place (tested against torch 2.11 and 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "autograd_sequence_number",
+    "make_fx",
+    "outside_tracing",
+    "traced_node_count",
+]
+
+
+def traced_node_count() -> int:
+    """How many nodes the graph under trace has; 0 when nothing is traced."""
+    mode = get_proxy_mode()
+    return 0 if mode is None else len(mode.tracer.graph.nodes)  # type: ignore[union-attr]
+
+
+def autograd_sequence_number() -> int:
+    """The number that the next autograd node will carry."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Torch calls in here run for real: no dispatch mode, no torch-function mode sees them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
