@@ -61,3 +61,23 @@ class MutatedInputError(CaptureError):
 
 class NoParametersError(CaptureError):
     """The model has nothing to shard and nothing to train."""
+
+
+class UnsupportedRandomError(CaptureError):
+    """A random function whose values would depend on how its result is sharded."""
+
+
+class MeshError(AutoparError):
+    """A mesh has a shape or names that cannot be used, or is larger than the world."""
+
+
+class PlanError(AutoparError):
+    """A plan does not fit the model, the mesh or the rules."""
+
+
+class MemoryLimitError(AutoparError):
+    """No plan fits the memory limit: the message says by how much, and what dominates."""
+
+
+class ConstraintError(AutoparError):
+    """A pinned layout matches nothing, or no rule allows it."""

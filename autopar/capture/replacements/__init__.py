@@ -1,0 +1,1 @@
+"""Replacements of torch functions by functional, shardable computations; each takes a `Draw` first."""

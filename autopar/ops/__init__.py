@@ -1,0 +1,9 @@
+"""Device-independent, functional custom ops of the namespace `autopar`; importing this package registers them.
+
+Each has a fake kernel, a sharding rule (`autopar/sharding/rules/custom.py`) and a local form
+(`passes/local_forms/custom.py`).
+"""
+
+from autopar.ops import random_bits
+
+__all__ = ["random_bits"]
