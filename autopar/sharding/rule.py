@@ -23,6 +23,7 @@ class Rule:
     ranks' maximum, ...); "" is the plain call. Sizes among the arguments are localized in every form.
     `even` demands that every sharded dim divide by the ranks that share it; otherwise trailing shards may be short.
     `internal_bytes`: bytes of the full tensors that the form all-reduces on this axis, for pricing.
+    `splits`: a count among the arguments (groups of a convolution) that is cut with the tensors, so must divide too.
     """
 
     inputs: tuple[Placement, ...]
@@ -30,6 +31,7 @@ class Rule:
     form: str = ""
     even: bool = False
     internal_bytes: int = 0
+    splits: int = 0
 
 
 def replicate_rule(call: OpCall) -> Rule:
@@ -58,10 +60,9 @@ def parse_notation(text: str, call: OpCall) -> tuple[Rule, ...]:
     """
     inputs, outputs = _parse(text)
     _check_ranks(text, call, inputs, outputs)
-    rules = [replicate_rule(call)]
-    for letter in sorted({name for term in inputs for name in term if name.islower()}):
-        rules.append(Rule(_placements(inputs, letter, REPLICATE), _placements(outputs, letter, Partial())))
-    return tuple(rules)
+    letters = sorted({name for term in inputs for name in term if name.islower()})
+    split = (Rule(_placements(inputs, name, REPLICATE), _placements(outputs, name, Partial())) for name in letters)
+    return (replicate_rule(call), *split)
 
 
 def _placements(terms: Sequence[tuple[str, ...]], letter: str, absent: Placement) -> tuple[Placement, ...]:

@@ -44,11 +44,22 @@ def strategies_of(call: OpCall, rules: Sequence[Rule], mesh_shape: Sequence[int]
 
 def divides(call: OpCall, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
     """Whether every shard of every tensor has the size that the strategy's rules demand."""
+    if not splits_divide(strategy, mesh_shape):
+        return False
     even = any(rule.even for rule in strategy.rules)
     tensors = itertools.chain(
         zip(call.inputs, strategy.inputs, strict=True), zip(call.outputs, strategy.outputs, strict=True)
     )
     return all(spec is None or shardable(spec, layout, mesh_shape, even=even) for spec, layout in tensors)
+
+
+def splits_divide(strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
+    """Whether every count among the arguments that the rules cut divides by the ranks of the axes that cut it."""
+    ways: dict[int, int] = {}
+    for rule, ranks in zip(strategy.rules, mesh_shape, strict=True):
+        if rule.splits:
+            ways[rule.splits] = ways.get(rule.splits, 1) * ranks
+    return all(count % ranks == 0 for count, ranks in ways.items())
 
 
 def shardable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int], *, even: bool) -> bool:

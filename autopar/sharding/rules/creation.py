@@ -1,0 +1,49 @@
+"""Ops that make tensors: born sharded, each rank making its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Shard
+
+from autopar.sharding.layout import REPLICATE
+from autopar.sharding.op_call import OpCall
+from autopar.sharding.rule import Rule
+from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, names, result, summable
+
+OFFSET = "offset"  # a rank starts at its own offset
+
+
+def filled(call: OpCall) -> Iterator[Rule]:
+    """`full`, `ones`, `new_full`, ...: the same value everywhere, whatever the input's layout."""
+    for dim in long_dims(result(call)):
+        yield Rule((REPLICATE,) * len(call.inputs), (Shard(dim),))
+
+
+def zeros(call: OpCall) -> Iterator[Rule]:
+    """Zeros are also the addends of zeros."""
+    yield from filled(call)
+    if summable(result(call)):
+        yield Rule((REPLICATE,) * len(call.inputs), (SUM,))
+
+
+def counted(call: OpCall) -> Iterator[Rule]:
+    """`arange`: each rank counts from its own start."""
+    if all(isinstance(bound, int) for bound in call.args) and result(call).shape[0] > 1:
+        yield Rule((), (Shard(0),), form=OFFSET)
+
+
+RULES: RuleTable = {
+    **dict.fromkeys(
+        names("""
+    aten.full.default aten.ones.default aten.empty.memory_format aten.new_full.default aten.new_ones.default
+    aten.new_empty.default
+"""),
+        filled,
+    ),
+    "aten.zeros.default": zeros,
+    "aten.new_zeros.default": zeros,
+    "aten.arange.default": counted,
+    "aten.arange.start": counted,
+    "aten.arange.start_step": counted,
+}

@@ -1,0 +1,56 @@
+"""Pooling, interpolation and patches: every dim but the spatial ones may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.distributed.tensor import Shard
+
+from autopar.sharding.op_call import OpCall
+from autopar.sharding.rule import Rule
+from autopar.sharding.rules.placing import SUM, RuleTable, place, result, summable
+
+# ops by the number of their spatial dims; those in LINEAR also let partial sums through in argument 0
+SPATIAL: dict[int, str] = {
+    1: """max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d
+        upsample_linear1d upsample_nearest1d_backward upsample_linear1d_backward reflection_pad1d
+        reflection_pad1d_backward replication_pad1d replication_pad1d_backward""",
+    2: """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward adaptive_avg_pool2d
+        _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
+        upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
+        upsample_bicubic2d upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+        _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d
+        _upsample_nearest_exact2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d
+        replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward""",
+    3: """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward adaptive_avg_pool3d
+        _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
+        upsample_nearest3d upsample_nearest3d_backward upsample_trilinear3d upsample_trilinear3d_backward
+        reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward max_unpool3d""",
+}
+LINEAR = frozenset(
+    name
+    for line in SPATIAL.values()
+    for name in line.split()
+    if "backward" in name or not ("max" in name or "unpool" in name)
+)
+
+
+def outside(spatial: int, *, is_linear: bool) -> Callable[[OpCall], Iterator[Rule]]:
+    """Rules for all dims but the last `spatial` ones, the same in every tensor."""
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        out = result(call)
+        for dim in range(len(out.shape) - spatial):
+            if out.shape[dim] > 1:
+                yield Rule((Shard(dim),) * len(call.inputs), (Shard(dim),) * len(call.outputs))
+        if is_linear and all(map(summable, call.outputs)):
+            yield place(call, {0: SUM}, SUM)
+
+    return rules
+
+
+RULES: RuleTable = {
+    f"aten.{name}.default": outside(spatial, is_linear=name in LINEAR)
+    for spatial, line in SPATIAL.items()
+    for name in line.split()
+}

@@ -1,0 +1,83 @@
+"""Normalizations: leading dims, groups and channels; gradients of weights are partial sums over what is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Shard
+
+from autopar.sharding.layout import REPLICATE
+from autopar.sharding.op_call import OpCall
+from autopar.sharding.rule import Rule
+from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, tensor_at
+
+GROUPS = "groups"  # N, C and the number of groups among the arguments are this rank's
+
+
+def _leading_dims(call: OpCall, tensor: int, normalized: int) -> Iterator[int]:
+    shape = required_tensor_at(call, tensor).shape
+    rank = len(shape) - len(call.args[normalized])
+    return (dim for dim in range(rank) if shape[dim] > 1)
+
+
+def layer_norm(call: OpCall) -> Iterator[Rule]:
+    """(input, normalized_shape, weight, bias, eps) -> (out, mean, rstd); `_fused_rms_norm` lacks bias and mean."""
+    for dim in _leading_dims(call, 0, 1):
+        yield place(call, {0: Shard(dim)}, Shard(dim))
+
+
+def layer_norm_backward(call: OpCall) -> Iterator[Rule]:
+    """(grad_out, input, normalized_shape, mean, rstd, weight, bias, mask) -> gradients of input, weight, bias."""
+    for dim in _leading_dims(call, 1, 2):
+        yield place(call, {index: Shard(dim) for index in (0, 1, 3, 4)}, (Shard(dim), SUM, SUM))
+
+
+def rms_norm_backward(call: OpCall) -> Iterator[Rule]:
+    """(grad_out, input, normalized_shape, rstd, weight, mask) -> gradients of input, weight."""
+    for dim in _leading_dims(call, 1, 2):
+        yield place(call, {index: Shard(dim) for index in (0, 1, 3)}, (Shard(dim), SUM))
+
+
+def group_norm(call: OpCall) -> Iterator[Rule]:
+    """(input, weight, bias, N, C, HxW, group, eps) -> (out, mean, rstd)."""
+    yield place(call, {0: Shard(0)}, Shard(0), form=GROUPS)
+    channels = {0: Shard(1), 1: Shard(0), 2: Shard(0)}
+    yield place(call, channels, Shard(1), form=GROUPS, even=True, splits=call.args[6])
+
+
+def group_norm_backward(call: OpCall) -> Iterator[Rule]:
+    """(grad_out, input, mean, rstd, weight, N, C, HxW, group, mask) -> gradients of input, weight, bias."""
+    yield place(call, {index: Shard(0) for index in range(4)}, (Shard(0), SUM, SUM), form=GROUPS)
+    channels = {**{index: Shard(1) for index in range(4)}, 4: Shard(0)}
+    outputs = (Shard(1), Shard(0), Shard(0))
+    yield place(call, channels, outputs, form=GROUPS, even=True, splits=call.args[8])
+
+
+def batch_norm(call: OpCall) -> Iterator[Rule]:
+    """(input, weight, bias, running_mean, running_var, training, ...): channels, and the batch in eval mode."""
+    statistics = (Shard(0),) * (len(call.outputs) - 1)
+    yield place(call, {0: Shard(1), **{index: Shard(0) for index in (1, 2, 3, 4)}}, (Shard(1), *statistics))
+    if not call.args[5] and tensor_at(call, 3) is not None:
+        yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))
+
+
+def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
+    """(grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, mask)."""
+    channels = {0: Shard(1), 1: Shard(1), **{index: Shard(0) for index in range(2, 7)}}
+    yield place(call, channels, (Shard(1), Shard(0), Shard(0)))
+    if not call.args[7] and tensor_at(call, 3) is not None:
+        yield place(call, {0: Shard(0), 1: Shard(0)}, (Shard(0), SUM, SUM))
+
+
+RULES: RuleTable = {
+    "aten.native_layer_norm.default": layer_norm,
+    "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten._fused_rms_norm.default": layer_norm,
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
+    "aten.native_batch_norm.default": batch_norm,
+    "aten._native_batch_norm_legit.default": batch_norm,
+    "aten._native_batch_norm_legit_functional.default": batch_norm,
+    "aten.native_batch_norm_backward.default": batch_norm_backward,
+}
