@@ -32,7 +32,7 @@ class Draw:
         """Mean 0, variance 1; of a complex dtype, each part has variance 1/2."""
         if dtype.is_complex:
             parts = [self.normal(shape, dtype.to_real()) for _ in range(2)]
-            return torch.complex(*parts) * 0.5**0.5
+            return torch.complex(*parts).mul(0.5**0.5)
         value: Tensor = torch.ops.autopar.random_normal(self.seed, *whole(shape), self.draw_key(), dtype)
         return value
 

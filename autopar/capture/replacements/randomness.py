@@ -1,6 +1,7 @@
 """Dropouts, samplers and in-place fillers, in terms of `Draw`: their values do not depend on the layout."""
 
-# Parameters are named, and pass flags, as those of the torch functions do. ruff: noqa: A002, FBT001
+# Parameters are named, and pass flags, as those of the torch functions do.
+# ruff: noqa: A002, FBT001
 
 from __future__ import annotations
 
@@ -172,9 +173,13 @@ def normal(
     **_: object,
 ) -> Tensor:
     tensors = [item for item in (mean, std) if isinstance(item, Tensor)]
-    shape = size if size is not None else torch.broadcast_tensors(*tensors)[0].shape
+    shape = size if size is not None else _common_shape(tensors)
     kind = dtype or (tensors[0].dtype if tensors else torch.get_default_dtype())
     return finish(draw.normal(shape, kind) * std + mean, out, None)
+
+
+def _common_shape(tensors: Sequence[Tensor]) -> Sequence[int]:
+    return torch.broadcast_shapes(*(item.shape for item in tensors))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def bernoulli(
