@@ -81,3 +81,15 @@ class MemoryLimitError(AutoparError):
 
 class ConstraintError(AutoparError):
     """A pinned layout matches nothing, or no rule allows it."""
+
+
+class ModelSourceError(AutoparError):
+    """`package.module:factory` names no function that makes a model."""
+
+
+class UnknownGroupError(AutoparError):
+    """A collective names a process group that does not exist here."""
+
+
+class CollectiveMismatchError(AutoparError):
+    """Ranks of one group disagree in the order, the sizes or the arguments of their collectives: a real run would hang."""
