@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,9 @@ class GraphBuilder:
         self.meta: dict[str, Any] = {}  # what new nodes inherit: stack_trace, module path, phase, pass name
 
     def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of `target` on nodes and constants."""
-        node = self.graph.call_function(target, args, kwargs)
+        """A call of `target` on nodes and constants, named after the op."""
+        name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else None
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta.update(self.meta)
         values = pytree.tree_map_only(fx.Node, lambda item: item.meta["val"], (args, kwargs))
         with self.fake_mode:
@@ -84,3 +86,15 @@ class LocalCall:
 
     def axes_with(self, form: str) -> tuple[int, ...]:
         return self.strategy.axes_with(form)
+
+    def plain(self) -> fx.Node:
+        """The op itself, on the shards."""
+        return self.build.op(self.call.target, *self.args, **self.kwargs)
+
+    def output(self, node: fx.Node, index: int) -> fx.Node:
+        """One output of a call that returns several."""
+        return self.build.op(operator.getitem, node, index)
+
+
+LocalValue = fx.Node | tuple[fx.Node | None, ...]  # a node, or one per output
+LocalForm = Callable[[LocalCall], LocalValue]

@@ -22,11 +22,11 @@ UNTAGGED = names("""
     hardswish_backward.default hardsigmoid_backward.default elu_backward.default leaky_relu_backward.default
     softplus_backward.default softshrink_backward.default hardshrink_backward.default mish_backward.default
     log_sigmoid_forward.default log_sigmoid_backward.default logit_backward.default rsub.Tensor
-    _prelu_kernel.default _prelu_kernel_backward.default 
+    _prelu_kernel.default _prelu_kernel_backward.default
     special_i0.default special_ndtr.default _conj.default _neg_view.default resolve_conj.default
-    resolve_neg.default real.default imag.default complex.default polar.default 
+    resolve_neg.default real.default imag.default complex.default polar.default
     isin.Tensor_Scalar bitwise_not.default float_power.Tensor_Scalar
-    float_power.Tensor_Tensor 
+    float_power.Tensor_Tensor
     infinitely_differentiable_gelu_backward.default special_polygamma.default
      """)
 

@@ -1,0 +1,42 @@
+"""Local forms: how an op runs on shards where calling it as it stands would be wrong. One table per op family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from autopar.passes.local_call import LocalForm
+from autopar.passes.local_forms import (
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    norms,
+    reductions,
+    sizes,
+    softmax,
+)
+from autopar.sharding.op_call import op_name
+
+TABLES: tuple[Mapping[str, LocalForm], ...] = (
+    convolution.FORMS,
+    creation.FORMS,
+    embedding.FORMS,
+    indexing.FORMS,
+    loss.FORMS,
+    matmul.FORMS,
+    norms.FORMS,
+    reductions.FORMS,
+    sizes.FORMS,
+    softmax.FORMS,
+)
+LOCAL_FORMS: Mapping[str, LocalForm] = MappingProxyType(dict(chain.from_iterable(table.items() for table in TABLES)))
+
+
+def local_form_of(target: Callable[..., Any]) -> LocalForm | None:
+    """The local form of an op; None where the op is called as it stands."""
+    return LOCAL_FORMS.get(op_name(target))
