@@ -90,7 +90,9 @@ def compare(path: Path, *, fitted_half: slice) -> Table:
     claims = []
     for name, part in zip(("fitted half", "judged half"), halves(large), strict=True):
         claims.append(Claim(f"collectives ≥ 1 MiB, {name}", "median error", quantile_error(part, 0.5), 0.15, len(part)))
-        claims.append(Claim(f"collectives ≥ 1 MiB, {name}", "90th percentile", quantile_error(part, 0.9), 0.40, len(part)))
+        claims.append(
+            Claim(f"collectives ≥ 1 MiB, {name}", "90th percentile", quantile_error(part, 0.9), 0.40, len(part))
+        )
     for name, part in zip(("fitted half", "judged half"), halves(small), strict=True):
         within = sum(1 for item in part if 0.5 <= item.predicted / item.measured <= 2)
         share = within / len(part) if part else float("nan")
