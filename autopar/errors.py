@@ -93,3 +93,51 @@ class UnknownGroupError(AutoparError):
 
 class CollectiveMismatchError(AutoparError):
     """Ranks of one group disagree in the order, the sizes or the arguments of their collectives: a real run would hang."""
+
+
+class RanksDisagreeError(AutoparError):
+    """Ranks were called with different inputs, in different modes, or hold different plans. Raised on every rank."""
+
+
+class RankFailedError(AutoparError):
+    """Another rank raised an error in a step that all ranks take together."""
+
+
+class InputError(AutoparError):
+    """An input of the call cannot be used: an unknown type, a foreign mesh, a partial sum."""
+
+
+class NotDivisibleError(InputError):
+    """A dim of an input that the plan cuts does not divide by the ranks."""
+
+
+class NotDifferentiableError(AutoparError):
+    """A gradient arrived at an output through which the captured program has no backward."""
+
+
+class NotPlannedError(AutoparError):
+    """A plan or a graph was asked for before the first call made it."""
+
+
+class UninitializedError(AutoparError):
+    """Parameters of a model on the meta device have no values yet."""
+
+
+class StateDictError(AutoparError):
+    """A value of a state dict does not fit the parameter or buffer of that name."""
+
+
+class UnsupportedModuleCallError(AutoparError):
+    """Something that an `nn.Module` offers and a distributed module cannot do."""
+
+
+class UnsupportedOptionError(AutoparError):
+    """An option of the public interface that this version does not carry out."""
+
+
+class UnreachableLayoutError(AutoparError):
+    """No collectives lead from one layout to another: a full value cannot be made partial again."""
+
+
+class SimulationError(AutoparError):
+    """Timed ops cannot all run: they wait for each other in a circle, or for an op that is not there."""

@@ -1,0 +1,240 @@
+"""Paths from one layout to another, in steps of one mesh axis each.
+
+The path depends on shapes alone: the fewest bytes sent, where a byte over an outer mesh axis counts twice a byte over the
+next inner one (outer axes span nodes). So the program that the passes emit is the one that the planner has priced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import dijkstra
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.errors import UnreachableLayoutError
+from autopar.sharding.layout import REPLICATE, Layout, format_layout, is_partial, shard_dim
+from autopar.sharding.op_call import TensorSpec
+
+Price = Callable[[str, int, int], float]
+"""Seconds of (collective or "slice", bytes, mesh axis)."""
+
+OUTER_AXIS_WEIGHT = 2.0  # of a byte, relative to the next inner axis
+LATENCY_BYTES = 65536.0  # a collective's start is worth this many bytes: 1 to 2 us at tens of GB/s
+COPY_WEIGHT = 1 / 16  # of a byte copied in device memory, relative to a byte sent over the innermost axis
+KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A change of placement on one mesh axis.
+
+    `collective`: all_gather, all_reduce, reduce_scatter, all_to_all, or None for a local slice. `bytes`: of the full
+    tensor over the axis' group, padding included: what all_gather returns, what reduce_scatter, all_reduce and a slice
+    take, the whole local buffer of all_to_all; on the rank at the mesh's origin, which holds the largest shards.
+    """
+
+    axis: int
+    source: Placement
+    target: Placement
+    collective: str | None
+    bytes: int
+    seconds: float = 0.0
+
+
+def reshard_steps(
+    spec: TensorSpec, source: Layout, target: Layout, mesh_shape: Sequence[int], step_seconds: Price
+) -> tuple[Step, ...]:
+    """The path of `reshard_path`, priced."""
+    path = reshard_path(spec, source, target, tuple(mesh_shape))
+    return tuple(
+        replace(step, seconds=step_seconds(step.collective or "slice", step.bytes, step.axis)) for step in path
+    )
+
+
+@lru_cache(maxsize=65536)
+def reshard_path(spec: TensorSpec, source: Layout, target: Layout, mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
+    """The steps that carry `source` to `target`; UnreachableLayoutError if there are none (nothing leads to Partial)."""
+    source, target = effective_layout(source, mesh_shape), effective_layout(target, mesh_shape)
+    if source == target:
+        return ()
+    paths = _paths(spec.shape, spec.dtype.itemsize, mesh_shape, _reduction(source))
+    start, end = paths.index.get(source, -1), paths.index.get(target, -1)
+    if min(start, end) < 0 or not np.isfinite(paths.distance[start, end]):
+        raise UnreachableLayoutError(f"no collectives lead from {format_layout(source)} to {format_layout(target)}")
+    steps: list[Step] = []
+    while end != start:
+        before = int(paths.previous[start, end])
+        steps.append(paths.step(before, end))
+        end = before
+    return tuple(reversed(steps))
+
+
+def reshard_seconds_matrix(
+    spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout], mesh_shape: Sequence[int], price: Price
+) -> npt.NDArray[np.float64]:
+    """Seconds from each source (row) to each target (column) along `reshard_path`; inf where there is no path."""
+    mesh = tuple(mesh_shape)
+    rows = [effective_layout(layout, mesh) for layout in sources]
+    columns = [effective_layout(layout, mesh) for layout in targets]
+    matrix = np.full((len(rows), len(columns)), np.inf)
+    for reduction in sorted({_reduction(layout) for layout in rows}):
+        paths = _paths(spec.shape, spec.dtype.itemsize, mesh, reduction)
+        chosen = [row for row, layout in enumerate(rows) if _reduction(layout) == reduction and layout in paths.index]
+        known = [column for column, layout in enumerate(columns) if layout in paths.index]
+        starts = np.array([paths.index[rows[row]] for row in chosen], dtype=np.intp)
+        ends = np.array([paths.index[columns[column]] for column in known], dtype=np.intp)
+        matrix[np.ix_(chosen, known)] = paths.seconds(starts, ends, price)
+    same = np.array([[row == column for column in columns] for row in rows], dtype=bool).reshape(matrix.shape)
+    matrix[same] = 0.0
+    return matrix
+
+
+def effective_layout(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
+    """`layout` with the axes of a single rank replicated: there, all placements hold the same."""
+    return tuple(placement if ranks > 1 else REPLICATE for placement, ranks in zip(layout, mesh_shape, strict=True))
+
+
+def _reduction(layout: Layout) -> str:
+    """The reduction of a partial layout; sum for others, whose paths meet no partial."""
+    return next((placement.reduce_op for placement in layout if isinstance(placement, Partial)), "sum")
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Every valid step between layouts of tensors of one rank on one mesh, as arrays: one entry per step."""
+
+    mesh_shape: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    start: npt.NDArray[np.intp]  # indices into layouts
+    end: npt.NDArray[np.intp]
+    axis: npt.NDArray[np.intp]
+    kind: npt.NDArray[np.intp]  # indices into KINDS
+    dim: npt.NDArray[np.intp]  # the dim that an all_to_all cuts
+
+    @cached_property
+    def index(self) -> dict[Layout, int]:
+        return {layout: index for index, layout in enumerate(self.layouts)}
+
+    def local_sizes(self, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """Sizes of the shard at the origin, [layout, dim]."""
+        sizes = np.tile(np.array(shape, dtype=np.int64), (len(self.layouts), 1))
+        for row, layout in enumerate(self.layouts):
+            for placement, ranks in zip(layout, self.mesh_shape, strict=True):
+                dim = shard_dim(placement)
+                if dim is not None:
+                    sizes[row, dim] = -(-sizes[row, dim] // ranks)
+        return sizes
+
+
+@lru_cache(maxsize=256)
+def _transitions(rank: int, mesh_shape: tuple[int, ...], reduction: str) -> Transitions:
+    choices: list[Placement] = [REPLICATE, Partial(reduction), *map(Shard, range(rank))]
+    layouts = tuple(itertools.product(*(choices if ranks > 1 else [REPLICATE] for ranks in mesh_shape)))
+    index = {layout: row for row, layout in enumerate(layouts)}
+    found = []
+    for row, layout in enumerate(layouts):
+        for axis, target in itertools.product(range(len(mesh_shape)), choices):
+            kind = _kind(layout, axis, target)
+            if kind is not None and mesh_shape[axis] > 1:
+                end = index[(*layout[:axis], target, *layout[axis + 1 :])]
+                found.append((row, end, axis, KINDS.index(kind), shard_dim(target) or 0))
+    columns = np.array(found, dtype=np.intp).reshape(-1, 5).T
+    return Transitions(mesh_shape, layouts, *columns)
+
+
+def _kind(layout: Layout, axis: int, target: Placement) -> str | None:
+    """The name of the step from `layout` to `target` on one axis; None if it is no valid step.
+
+    Chunks of one dim nest from outer to inner axes, so that only the innermost of a dim's axes may change.
+    """
+    source = layout[axis]
+    inner_dims = {shard_dim(placement) for placement in layout[axis + 1 :]} - {None}
+    if source == target or {shard_dim(source), shard_dim(target)} & inner_dims or is_partial(target):
+        return None
+    if is_partial(source):
+        return "all_reduce" if target == REPLICATE else "reduce_scatter" if source == Partial() else None
+    if source == REPLICATE:
+        return "slice"
+    return "all_gather" if target == REPLICATE else "all_to_all"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """All shortest paths between the layouts of one tensor: steps are entries (before, after) of the matrices."""
+
+    transitions: Transitions
+    step_bytes: npt.NDArray[np.int64]  # per transition
+    number: npt.NDArray[np.intp]  # [layout, layout] -> transition, or -1
+    distance: npt.NDArray[np.float64]
+    previous: npt.NDArray[np.int32]  # [start, end] -> the layout before the end
+
+    @property
+    def index(self) -> dict[Layout, int]:
+        return self.transitions.index
+
+    def step(self, before: int, after: int) -> Step:
+        number = self.number[before, after]
+        axis, kind = int(self.transitions.axis[number]), KINDS[self.transitions.kind[number]]
+        source, target = self.transitions.layouts[before][axis], self.transitions.layouts[after][axis]
+        return Step(axis, source, target, None if kind == "slice" else kind, int(self.step_bytes[number]))
+
+    def seconds(
+        self, starts: npt.NDArray[np.intp], ends: npt.NDArray[np.intp], price: Price
+    ) -> npt.NDArray[np.float64]:
+        """Sums of the prices of the steps, [start, end]."""
+        prices = self._step_seconds(price)
+        first, last = np.meshgrid(starts, ends, indexing="ij")
+        total = np.where(np.isfinite(self.distance[first, last]), 0.0, np.inf)
+        while True:
+            rows, columns = np.nonzero(np.isfinite(total) & (first != last))
+            if not rows.size:
+                return total
+            after = last[rows, columns]
+            before = self.previous[first[rows, columns], after]
+            total[rows, columns] += prices[self.number[before, after]]
+            last[rows, columns] = before
+
+    def _step_seconds(self, price: Price) -> npt.NDArray[np.float64]:
+        keys = np.stack([self.transitions.kind, self.step_bytes, self.transitions.axis])
+        different, which = np.unique(keys, axis=1, return_inverse=True)
+        values = [price(KINDS[kind], int(bytes_), int(axis)) for kind, bytes_, axis in different.T]
+        return np.array(values, dtype=np.float64)[which.reshape(-1)]
+
+
+@lru_cache(maxsize=1024)
+def _paths(shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], reduction: str) -> Paths:
+    steps = _transitions(len(shape), mesh_shape, reduction)
+    step_bytes = _step_bytes(steps, shape) * itemsize
+    ranks = np.array(mesh_shape, dtype=np.float64)[steps.axis]
+    weight = OUTER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - steps.axis)
+    kind = np.array(KINDS)[steps.kind]
+    sent = step_bytes * (ranks - 1) / ranks * np.where(kind == "all_reduce", 2, 1)
+    cost = np.where(kind == "slice", 1 + COPY_WEIGHT * step_bytes / ranks, weight * (LATENCY_BYTES + sent))
+    count = len(steps.layouts)
+    number = np.full((count, count), -1, dtype=np.intp)
+    number[steps.start, steps.end] = np.arange(len(cost))
+    graph = csr_matrix((cost, (steps.start, steps.end)), shape=(count, count))
+    distance, previous = dijkstra(graph, return_predecessors=True)
+    return Paths(steps, step_bytes, number, distance, previous)
+
+
+def _step_bytes(steps: Transitions, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Elements of each step's full tensor over its group, as `Step.bytes` counts them."""
+    sizes = steps.local_sizes(shape)
+    counts = sizes.prod(axis=1, dtype=np.int64)
+    ranks = np.array(steps.mesh_shape, dtype=np.int64)[steps.axis]
+    before, after = counts[steps.start], counts[steps.end]
+    kept = sizes[steps.start]  # of an all_to_all: the shard before it, with the newly cut dim padded
+    padded = kept.copy()
+    rows = np.arange(len(kept))
+    if kept.shape[1]:
+        padded[rows, steps.dim] = sizes[steps.end, steps.dim] * ranks
+    exchanged = padded.prod(axis=1, dtype=np.int64)
+    return np.choose(steps.kind, [before, before * ranks, before, after * ranks, exchanged])
