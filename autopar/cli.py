@@ -1,0 +1,88 @@
+"""The command `autopar`: sub-commands from a table of rooms, one exit code for each kind of ending.
+
+A room's `add_commands(subparsers)` adds its sub-commands; each sets `run`, a function from the parsed arguments to
+an exit code, by `set_defaults(run=...)`. Every sub-command has `--json`, added here if the room did not.
+
+Exit codes: 0 done and every check held; 1 a check failed; 2 bad usage or an `AutoparError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.version import __version__
+
+SubParsers = Any  # argparse's own type for this is private
+AddCommands = Callable[[SubParsers], None]
+
+OK, CHECK_FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+COMMAND_ROOMS: tuple[AddCommands, ...] = ()  # in the order that --help lists them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code."""
+    parser = make_parser(COMMAND_ROOMS)
+    chosen = parser.parse_args(arguments)
+    if not hasattr(chosen, "run"):
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
+    try:
+        with _current_folder_importable():
+            code = int(chosen.run(chosen))
+        sys.stdout.flush()
+    except AutoparError as error:
+        return _report(error, chosen)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader closed, as `| head` does: nothing is left to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    return code
+
+
+def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:
+    """The parser with every room's sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Turn a single-device PyTorch model into a distributed one.",
+        epilog="A model is named as package.module:factory; the factory returns a model, or (model, example_inputs).",
+    )
+    parser.add_argument("--version", action="version", version=f"autopar {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add_commands in rooms:
+        add_commands(commands)
+    for command in commands.choices.values():
+        with suppress(argparse.ArgumentError):  # the room has its own
+            command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def _report(error: AutoparError, chosen: argparse.Namespace) -> int:
+    kind = type(error).__name__
+    if getattr(chosen, "json", False):
+        print(json.dumps({"error": kind, "what": error.what, "where": error.where, "fix": error.fix}))
+    else:
+        print(f"{kind}: {error}", file=sys.stderr)
+    return BAD_USAGE
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """Look for the user's modules in the current folder first, as `python -m` does."""
+    folder = os.getcwd()
+    if folder in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,142 @@
+"""The command line: one exit code for each kind of ending, errors without a traceback, JSON when asked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import cli
+from autopar.errors import MeshError
+
+Run = Callable[[argparse.Namespace], int]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
+    """Makes `autopar probe` the only command, with a given body."""
+
+    def install(run: Run) -> None:
+        def add_commands(subparsers: cli.SubParsers) -> None:
+            subparsers.add_parser("probe").set_defaults(run=run)
+
+        monkeypatch.setattr(cli, "COMMAND_ROOMS", (add_commands,))
+
+    return install
+
+
+def failing(_: argparse.Namespace) -> int:
+    """Ends as a command on a bad mesh does."""
+    raise MeshError("the mesh is larger than the world", where="train.py:3 in main", fix="start more processes")
+
+
+@pytest.mark.parametrize("code", [cli.OK, cli.CHECK_FAILED])
+def test_the_exit_code_is_what_the_command_returns(command: Callable[[Run], None], code: int) -> None:
+    command(lambda _: code)
+    assert cli.main(["probe"]) == code
+
+
+def test_an_error_is_printed_without_traceback_and_ends_with_2(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(failing)
+    assert cli.main(["probe"]) == cli.BAD_USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
+        "MeshError: the mesh is larger than the world\n  at train.py:3 in main\n  fix: start more processes\n"
+    )
+
+
+def test_an_error_is_one_json_object_when_json_is_asked_for(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(failing)
+    assert cli.main(["probe", "--json"]) == cli.BAD_USAGE
+    assert json.loads(capsys.readouterr().out) == {
+        "error": "MeshError",
+        "what": "the mesh is larger than the world",
+        "where": "train.py:3 in main",
+        "fix": "start more processes",
+    }
+
+
+def test_our_own_mistake_keeps_its_traceback(command: Callable[[Run], None]) -> None:
+    command(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_an_interrupt_ends_with_the_shells_code_for_it(command: Callable[[Run], None]) -> None:
+    def interrupted(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert cli.main(["probe"]) == cli.INTERRUPTED
+
+
+def test_a_command_without_a_name_gets_the_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.BAD_USAGE
+    assert "usage: autopar" in capsys.readouterr().err
+
+
+def test_an_unknown_command_ends_with_2() -> None:
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["no-such-command"])
+    assert ending.value.code == cli.BAD_USAGE
+
+
+def test_every_command_has_json_and_a_body() -> None:
+    parser = cli.make_parser(cli.COMMAND_ROOMS)
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        assert "--json" in command.format_help(), name
+        assert callable(command.get_default("run")), name
+
+
+def test_modules_of_the_current_folder_can_be_named(
+    command: Callable[[Run], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command(lambda _: cli.OK if str(tmp_path) in sys.path else cli.CHECK_FAILED)
+    assert cli.main(["probe"]) == cli.OK
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param([sys.executable, "-m", "autopar"], id="python -m autopar"),
+        pytest.param([str(Path(sys.executable).parent / "autopar")], id="autopar"),
+    ],
+)
+def test_the_command_prints_its_version(program: list[str]) -> None:
+    ended = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout == f"autopar {autopar.__version__}\n"
+
+
+CHATTY = """
+import sys
+from autopar import cli
+def talk(_):
+    for number in range(100_000): print(number)
+    return 0
+cli.COMMAND_ROOMS = (lambda subparsers: subparsers.add_parser("talk").set_defaults(run=talk),)
+sys.exit(cli.main(["talk"]))
+"""
+
+
+def test_a_reader_that_closes_early_is_no_error() -> None:
+    talker = subprocess.Popen([sys.executable, "-c", CHATTY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with talker:
+        assert talker.stdout is not None and talker.stderr is not None
+        assert talker.stdout.readline() == "0\n"
+        talker.stdout.close()
+        assert talker.stderr.read() == ""
+    assert talker.returncode == cli.OK

@@ -1,0 +1,78 @@
+"""Imports point one way: the table below is the architecture, and each test reads the source against it."""
+
+from __future__ import annotations
+
+import graphlib
+
+import pytest
+
+from tests.source_tree import imports, modules
+
+# Who may import whom, by room; a file of a folder is a room of its own where it stands lower or higher than the rest.
+# `errors` and `version` are for everyone, and a room may always import itself.
+FOR_EVERYONE = {"errors", "version"}
+FOUNDATION = {"source", "torch_compat", "ops"}
+VIRTUAL = {"runtime.virtual_groups", "runtime.lockstep"}  # ranks in one process: no graph, no plan
+ROOMS_BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "cost_models": set(),  # numbers: bytes, ranks, links
+    "search": set(),  # problems
+    "folding": set(),
+    "torch_compat": set(),
+    "source": set(),
+    "ops": {"torch_compat", "source"},
+    "mesh": {"cost_models"},
+    "sharding": FOUNDATION,  # ops and layouts: never prices
+    "capture": FOUNDATION | {"sharding"},  # op calls alone
+    "report": {"folding", "sharding", "mesh", "cost_models"},
+    "plan": {"folding", "sharding", "mesh", "report"},
+    "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
+    "runtime.virtual_groups": set(),
+    "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
+    "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # a rule's proof: emitted and run on all ranks
+    "planner": FOUNDATION | VIRTUAL | {"capture", "sharding", "mesh", "plan", "passes", "cost_models", "search"},
+    "runtime": FOUNDATION | VIRTUAL | {"capture", "sharding", "mesh", "plan", "passes"},
+    "nn": FOUNDATION,
+    "optim": {"torch_compat"},
+    "model_source": {"source"},
+}
+# The front door: it may import every room, and no room may import it.
+FRONT_DOOR = {"__init__", "__main__", "api", "cli", "planner_commands"}
+
+
+def room_of(module: str) -> str:
+    """The first part of the name below `autopar`, or more of it where the table names a file of a folder."""
+    parts = module.split(".")[1:]
+    while parts[1:] and ".".join(parts) not in ROOMS_BELOW:
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_imports_only_the_rooms_below_it(name: str) -> None:
+    room = room_of(name)
+    assert room in ROOMS_BELOW or room in FRONT_DOOR, f"{name}: put the new room {room!r} into ROOMS_BELOW"
+    if room in FRONT_DOOR:
+        return
+    allowed = ROOMS_BELOW[room] | FOR_EVERYONE | {room}
+    wrong = [f"{target} (line {line})" for target, line in imports(modules()[name]) if room_of(target) not in allowed]
+    assert not wrong, f"{modules()[name].path} imports {', '.join(wrong)}; {room} may import {sorted(allowed)}"
+
+
+def test_no_circle_of_modules() -> None:
+    graph = {name: {target for target, _ in imports(module)} - {name} for name, module in modules().items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
+def test_no_circle_of_rooms() -> None:
+    graphlib.TopologicalSorter(ROOMS_BELOW).prepare()
+
+
+def test_every_room_with_commands_is_in_the_table_of_the_cli() -> None:
+    known = {target for target, _ in imports(modules()["autopar.cli"])}
+    rooms = {name for name in modules() if name.endswith((".commands", "_commands"))}
+    assert rooms <= known, f"add to COMMAND_ROOMS in autopar/cli.py: {sorted(rooms - known)}"
