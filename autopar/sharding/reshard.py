@@ -1,7 +1,7 @@
 """Paths from one layout to another, in steps of one mesh axis each.
 
-The path depends on shapes alone: the fewest bytes sent, where a byte over an outer mesh axis counts twice a byte over the
-next inner one (outer axes span nodes). So the program that the passes emit is the one that the planner has priced.
+The path depends on shapes alone: the fewest bytes sent, where a byte over an outer mesh axis counts twice a byte over
+the next inner one (outer axes span nodes). So the program that the passes emit is the one that the planner has priced.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reshard_steps(
 
 @lru_cache(maxsize=65536)
 def reshard_path(spec: TensorSpec, source: Layout, target: Layout, mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """The steps that carry `source` to `target`; UnreachableLayoutError if there are none (nothing leads to Partial)."""
+    """The steps that carry `source` to `target`; UnreachableLayoutError if there are none."""
     source, target = effective_layout(source, mesh_shape), effective_layout(target, mesh_shape)
     if source == target:
         return ()
@@ -86,14 +86,20 @@ def reshard_seconds_matrix(
     matrix = np.full((len(rows), len(columns)), np.inf)
     for reduction in sorted({_reduction(layout) for layout in rows}):
         paths = _paths(spec.shape, spec.dtype.itemsize, mesh, reduction)
+        seconds = _seconds(spec.shape, spec.dtype.itemsize, mesh, reduction, paths.prices(price))
         chosen = [row for row, layout in enumerate(rows) if _reduction(layout) == reduction and layout in paths.index]
         known = [column for column, layout in enumerate(columns) if layout in paths.index]
-        starts = np.array([paths.index[rows[row]] for row in chosen], dtype=np.intp)
-        ends = np.array([paths.index[columns[column]] for column in known], dtype=np.intp)
-        matrix[np.ix_(chosen, known)] = paths.seconds(starts, ends, price)
-    same = np.array([[row == column for column in columns] for row in rows], dtype=bool).reshape(matrix.shape)
-    matrix[same] = 0.0
+        starts = [paths.index[rows[row]] for row in chosen]
+        ends = [paths.index[columns[column]] for column in known]
+        matrix[np.ix_(chosen, known)] = seconds[np.ix_(starts, ends)]
     return matrix
+
+
+@lru_cache(maxsize=4096)
+def _seconds(
+    shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], reduction: str, prices: tuple[float, ...]
+) -> npt.NDArray[np.float64]:
+    return _paths(shape, itemsize, mesh_shape, reduction).seconds(prices)
 
 
 def effective_layout(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
@@ -185,27 +191,32 @@ class Paths:
         source, target = self.transitions.layouts[before][axis], self.transitions.layouts[after][axis]
         return Step(axis, source, target, None if kind == "slice" else kind, int(self.step_bytes[number]))
 
-    def seconds(
-        self, starts: npt.NDArray[np.intp], ends: npt.NDArray[np.intp], price: Price
-    ) -> npt.NDArray[np.float64]:
-        """Sums of the prices of the steps, [start, end]."""
-        prices = self._step_seconds(price)
-        first, last = np.meshgrid(starts, ends, indexing="ij")
-        total = np.where(np.isfinite(self.distance[first, last]), 0.0, np.inf)
-        while True:
-            rows, columns = np.nonzero(np.isfinite(total) & (first != last))
-            if not rows.size:
-                return total
-            after = last[rows, columns]
-            before = self.previous[first[rows, columns], after]
-            total[rows, columns] += prices[self.number[before, after]]
-            last[rows, columns] = before
+    @cached_property
+    def _kinds_of_step(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """The different (kind, bytes, axis) among the transitions, and which of them each transition is."""
+        keys = np.stack([self.transitions.kind, self.step_bytes, self.transitions.axis], axis=1)
+        different, which = np.unique(keys, axis=0, return_inverse=True)
+        return different, which.reshape(-1)
 
-    def _step_seconds(self, price: Price) -> npt.NDArray[np.float64]:
-        keys = np.stack([self.transitions.kind, self.step_bytes, self.transitions.axis])
-        different, which = np.unique(keys, axis=1, return_inverse=True)
-        values = [price(KINDS[kind], int(bytes_), int(axis)) for kind, bytes_, axis in different.T]
-        return np.array(values, dtype=np.float64)[which.reshape(-1)]
+    def prices(self, price: Price) -> tuple[float, ...]:
+        """The prices of the different steps."""
+        different = self._kinds_of_step[0]
+        return tuple(price(KINDS[kind], bytes_, axis) for kind, bytes_, axis in different.tolist())
+
+    def seconds(self, prices: tuple[float, ...]) -> npt.NDArray[np.float64]:
+        """Sums of the steps' prices along every path, [start, end]."""
+        step_seconds = np.array(prices, dtype=np.float64)[self._kinds_of_step[1]]
+        total = np.where(np.isfinite(self.distance), 0.0, np.inf)
+        start, end = np.nonzero(np.isfinite(self.distance))
+        after = end
+        while True:
+            unfinished = after != start
+            start, end, after = start[unfinished], end[unfinished], after[unfinished]
+            if not start.size:
+                return total
+            before = self.previous[start, after]
+            total[start, end] += step_seconds[self.number[before, after]]
+            after = before
 
 
 @lru_cache(maxsize=1024)
