@@ -11,11 +11,13 @@ from autopar.capture.replacements.attention import ATTENTION_REPLACEMENTS
 from autopar.capture.replacements.draw import Draw
 from autopar.capture.replacements.normalization import NORMALIZATION_REPLACEMENTS
 from autopar.capture.replacements.randomness import RANDOM_REPLACEMENTS
+from autopar.capture.replacements.recurrent import RECURRENT_REPLACEMENTS
 
 REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **RANDOM_REPLACEMENTS,
     **ATTENTION_REPLACEMENTS,
     **NORMALIZATION_REPLACEMENTS,
+    **RECURRENT_REPLACEMENTS,
 }
 
 

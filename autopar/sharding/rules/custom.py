@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.sharding.layout import REPLICATE
-from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.op_call import OpCall, TensorSpec, is_spec
 from autopar.sharding.rule import Rule
 from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, place, required_tensor_at, result, tensor_at
 
@@ -99,6 +99,17 @@ def batch_norm_backward_apply(call: OpCall) -> Iterator[Rule]:
     return _channels_and_others(call, (0, 1), (2, 3, 4, 5, 6))
 
 
+def scan(weights: tuple[int, ...]) -> Callable[[OpCall], Iterator[Rule]]:
+    """A recurrence: the batch is dim 0 of all but the `weights`, by argument."""
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        batched = [index for index, value in enumerate(call.args) if is_spec(value) and index not in weights]
+        if 0 in long_dims(result(call)):
+            yield place(call, dict.fromkeys(batched, Shard(0)), Shard(0))
+
+    return rules
+
+
 RULES: RuleTable = {
     "autopar.attention.default": attention,
     "autopar.attention_backward.default": attention_backward,
@@ -110,4 +121,10 @@ RULES: RuleTable = {
     "autopar.batch_norm_apply.default": batch_norm_apply,
     "autopar.batch_norm_backward_sums.default": batch_norm_backward_sums,
     "autopar.batch_norm_backward_apply.default": batch_norm_backward_apply,
+    "autopar.lstm_scan.default": scan(weights=(3,)),
+    "autopar.lstm_scan_backward.default": scan(weights=(5,)),
+    "autopar.gru_scan.default": scan(weights=(2, 3)),
+    "autopar.gru_scan_backward.default": scan(weights=(4,)),
+    "autopar.rnn_scan.default": scan(weights=(2,)),
+    "autopar.rnn_scan_backward.default": scan(weights=(2,)),
 }
