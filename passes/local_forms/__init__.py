@@ -11,6 +11,7 @@ from autopar.passes.local_call import LocalForm
 from autopar.passes.local_forms import (
     convolution,
     creation,
+    custom,
     embedding,
     indexing,
     loss,
@@ -25,6 +26,7 @@ from autopar.sharding.op_call import op_name
 TABLES: tuple[Mapping[str, LocalForm], ...] = (
     convolution.FORMS,
     creation.FORMS,
+    custom.FORMS,
     embedding.FORMS,
     indexing.FORMS,
     loss.FORMS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.sharding.rules import (
     convolution,
     creation,
+    custom,
     embedding,
     images,
     indexing,
@@ -21,6 +22,7 @@ from autopar.sharding.rules.placing import RuleTable
 TABLES: tuple[RuleTable, ...] = (
     convolution.RULES,
     creation.RULES,
+    custom.RULES,
     embedding.RULES,
     images.RULES,
     indexing.RULES,
