@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,9 +23,11 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "after_backward",
     "autograd_sequence_number",
     "make_fx",
     "outside_tracing",
+    "set_dtensor_content",
     "traced_node_count",
 ]
 
@@ -45,3 +48,13 @@ def outside_tracing() -> Iterator[None]:
     """Torch calls in here run for real: no dispatch mode, no torch-function mode sees them."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def set_dtensor_content(tensor: DTensor, content: DTensor) -> None:
+    """Let `tensor` hold the shard and the placements of `content`: same shape, same object as before."""
+    tensor._local_tensor, tensor._spec = content._local_tensor, content._spec
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Called in an autograd node: run `callback` when the whole backward pass is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

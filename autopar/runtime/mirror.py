@@ -1,0 +1,126 @@
+"""Empty modules in the shape of the model: they hold its distributed tensors under the original names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import StateDictError, UnsupportedModuleCallError
+from autopar.runtime.parameters import in_layout, layout_of
+
+
+class Container(nn.Module):
+    """A module of tensors and children, without a computation of its own."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Full tensors, and DTensors of any mesh and placements, are brought to the layout of what they replace."""
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}  # values are copied into the shards
+        own = {**self._parameters, **self._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and prefix + name in state_dict:
+                state_dict[prefix + name] = fitted(prefix + name, state_dict[prefix + name], tensor)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001 - as nn.Module has it
+        """Allowed where it changes nothing, as `.to(device)` of the mesh's own device type."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                raise UnsupportedModuleCallError(
+                    f"a distributed module cannot be changed to {changed.dtype} on {changed.device}",
+                    fix="change the model's dtype before autopar.compile; the mesh decides the device",
+                )
+        return self
+
+    def to_empty(self, **_: Any) -> Self:
+        raise UnsupportedModuleCallError(
+            "a distributed module cannot be emptied", fix="give autopar.compile a model on the meta device"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise UnsupportedModuleCallError(
+            "a distributed module cannot be copied", fix="copy the model and compile the copy; save with state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedModuleCallError(
+            "a distributed module cannot be pickled",
+            fix="save pmodel.state_dict() with torch.distributed.checkpoint, and pmodel.plan.save(path)",
+        )
+
+
+def fitted(name: str, value: Any, target: Tensor) -> Any:
+    """`value` as a tensor that can be copied into `target`."""
+    if not isinstance(value, Tensor) or value.shape != target.shape:
+        return value  # nn.Module has its own message for these
+    if isinstance(target, DTensor):
+        local = in_layout(value, target.device_mesh, layout_of(target))
+        return DTensor.from_local(
+            local,
+            target.device_mesh,
+            target.placements,
+            run_check=False,
+            shape=target.shape,
+            stride=target.stride(),
+        )
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise StateDictError(f"{name} is a partial sum", fix="redistribute it before loading")
+        return value.full_tensor()
+    return value
+
+
+def mirror(
+    model: nn.Module, root: Container, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+) -> None:
+    """Give `root` the hierarchy of `model`, with these tensors by the model's names (tied ones by their first name).
+
+    What is shared in the model, module or tensor, is shared here.
+    """
+    tensors = {id(tensor): parameters[name] for name, tensor in model.named_parameters()}
+    held: dict[int, Tensor] = {id(tensor): buffers[name] for name, tensor in model.named_buffers()}
+    containers: dict[int, Container] = {id(model): root}
+    for module in model.modules():
+        containers.setdefault(id(module), Container())
+    for module in model.modules():
+        container = containers[id(module)]
+        container.training = module.training
+        for name, child in module._modules.items():
+            container._modules[name] = None if child is None else containers[id(child)]
+        for name, parameter in module._parameters.items():
+            container._parameters[name] = None if parameter is None else tensors[id(parameter)]
+        for name, buffer in module._buffers.items():
+            container._buffers[name] = None if buffer is None else held[id(buffer)]
+        container._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+
+
+def training_flags(module: nn.Module) -> tuple[bool, ...]:
+    return tuple(child.training for child in module.modules())
+
+
+@contextmanager
+def modes_of(mirrored: nn.Module, model: nn.Module) -> Iterator[None]:
+    """In here `model` has the training flags and the requires_grad of its mirror; afterwards its own again."""
+    modules, tensors = list(model.modules()), list(model.parameters())
+    before = [module.training for module in modules], [tensor.requires_grad for tensor in tensors]
+    now = training_flags(mirrored), [tensor.requires_grad for tensor in mirrored.parameters()]
+    _set_modes(modules, tensors, *now)
+    try:
+        yield
+    finally:
+        _set_modes(modules, tensors, *before)
+
+
+def _set_modes(modules: list[nn.Module], tensors: list[nn.Parameter], training: Any, requires_grad: Any) -> None:
+    for module, flag in zip(modules, training, strict=True):
+        module.training = flag
+    for tensor, flag in zip(tensors, requires_grad, strict=True):
+        tensor.requires_grad_(flag)

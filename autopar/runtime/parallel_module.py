@@ -1,0 +1,289 @@
+"""ParallelModule: the distributed model as an ordinary `nn.Module`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.program import InputKind, Program
+from autopar.capture.trace import Model, as_module
+from autopar.errors import InputError, NoParametersError, NotPlannedError, PlanError, UninitializedError
+from autopar.runtime.bound_step import BoundStep
+from autopar.runtime.checks import LARGEST, RankGroup
+from autopar.runtime.execution import Call, Reduction, State, has_pending_gradients, run_call
+from autopar.runtime.initialise import initialise, is_meta
+from autopar.runtime.inputs import call_key, modes_now, user_tensors
+from autopar.runtime.mirror import Container, mirror, modes_of, training_flags
+from autopar.runtime.parameters import (
+    distributed_parameter,
+    flat_layout,
+    lay_out_optimizer_state,
+    lay_out_parameter,
+    layout_of,
+    replicated_buffer,
+)
+from autopar.runtime.step import PlanLike, StepCompiler
+from autopar.sharding.layout import Layout
+
+
+class Planned(Enum):
+    """What the parameters' layouts were chosen for."""
+
+    NOTHING = "nothing"  # they lie flat over the mesh
+    INFERENCE = "inference"
+    TRAINING = "training"
+
+
+@dataclass
+class _Session:
+    """What a ParallelModule remembers besides its tensors."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    compiler: StepCompiler
+    ranks: RankGroup
+    steps: dict[str, BoundStep] = field(default_factory=dict)
+    shown: BoundStep | None = None  # the step whose plan and graphs the properties show
+    planned: Planned = Planned.NOTHING
+    putting_off: bool = False  # inside no_sync
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    empty: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # tensors without values, their writes so far
+    seed: int = 0  # of the first rank's generator, when last looked at
+    calls: int = 0  # since that seed was set
+
+
+class ParallelModule(Container):
+    """Runs a model on a mesh: call it, call `backward()` on its loss, step any `torch.optim` optimizer.
+
+    Parameters are DTensors under the model's own names. Plain tensors given to a call are the global batch, the same
+    on every rank; each rank uses its part. DTensors are used where they lie. `model` itself is never changed.
+    Without `example_inputs` the parameters lie flat over the mesh until the first call makes the plan; they then move
+    in place, so an optimizer made before stays valid. Ranks that are called with different shapes or modes raise
+    RanksDisagreeError, all of them: one small all-reduce per call, over gloo, compares the calls.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: DeviceMesh,
+        compiler: StepCompiler,
+        *,
+        example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> None:
+        """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
+        super().__init__()
+        module = as_module(model)
+        if next(module.parameters(), None) is None:
+            raise NoParametersError(
+                f"{type(module).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
+            )
+        session = _Session(module, mesh, compiler, RankGroup(mesh))
+        self.__dict__["_autopar"] = session
+        session.seed = session.ranks.check_call(_model_key(module))
+        parameters, buffers = _distributed(session)
+        mirror(module, self, parameters, buffers)
+        if example_inputs is not None:
+            self._step_for(*example_inputs)
+
+    @property
+    def plan(self) -> PlanLike:
+        """The plan of the training step (of the first step, while none was made for training)."""
+        return self._shown().step.plan
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """What this rank runs forward: ATen ops on local shapes and collectives."""
+        graph: fx.GraphModule = self._shown().step.local.forward
+        return graph
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """What this rank runs backward; None for a step without gradients."""
+        graph: fx.GraphModule | None = self._shown().step.local.backward
+        return graph
+
+    @property
+    def program(self) -> Program:
+        """The captured program of the step that `plan` is for."""
+        return self._shown().step.program
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._session.mesh
+
+    @property
+    def next_seed(self) -> int:
+        """The seed of the random ops of the next call, if no generator is seeded before it."""
+        return (self._session.seed + self._session.calls) & LARGEST
+
+    @property
+    def _session(self) -> _Session:
+        return cast(_Session, self.__dict__["_autopar"])
+
+    def _shown(self) -> BoundStep:
+        shown = self._session.shown
+        if shown is None:
+            raise NotPlannedError(
+                "there is no plan yet", fix="call the module once, or give autopar.compile example_inputs"
+            )
+        return shown
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._step_for(args, kwargs)
+        self._check_initialized()
+        seed = self.next_seed
+        self._session.calls += 1
+        state = State(self._parameters_by_name(), dict(self.named_buffers()))
+        reduction = self._reduction(state)
+        if reduction is not Reduction.NOW and step.gradients:
+            step = step.deferred
+        return run_call(Call(step, state, user_tensors(args, kwargs), seed, reduction))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In here calls do not sum their parameters' gradients over the ranks: each rank piles up its own partial sums.
+
+        The first backward of a call made outside adds its own and sums once. Meanwhile `.grad` holds DTensors with
+        `Partial` placements, as large as the gradient was before its reduction.
+        """
+        before = self._session.putting_off
+        self._session.putting_off = True
+        try:
+            yield
+        finally:
+            self._session.putting_off = before
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the state that an optimizer already holds (as after loading a checkpoint) follow its parameters.
+
+        Only of use before the first call of a module made without `example_inputs`; without it such a state stays
+        where it is, and every step of the optimizer moves data.
+        """
+        self._session.optimizers.append(optimizer)
+
+    def _reduction(self, state: State) -> Reduction:
+        if self._session.putting_off:
+            return Reduction.LATER
+        return Reduction.AT_END if has_pending_gradients(state.parameters) else Reduction.NOW
+
+    def _parameters_by_name(self) -> dict[str, DTensor]:
+        return {name: cast(DTensor, parameter) for name, parameter in self.named_parameters()}
+
+    def _step_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
+        """The compiled step of a call; made now if no such call was made before."""
+        session = self._session
+        key, error = self._key(args, kwargs)
+        seed = session.ranks.check_call(key)
+        if error is not None:
+            raise error
+        if seed != session.seed:
+            session.seed, session.calls = seed, 0
+        if self._replans():
+            session.steps.clear()
+        if key not in session.steps:
+            session.steps[key] = self._compiled(args, kwargs)
+        return session.steps[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, InputError | None]:
+        """The key of a call, or the error in its inputs: ranks compare either before any of them raises."""
+        requires_grad = [parameter.requires_grad for parameter in self.parameters()]
+        modes = modes_now(training_flags(self), requires_grad, ("cpu", self._session.mesh.device_type))
+        try:
+            user_tensors(args, kwargs)
+            return call_key(args, kwargs, modes), None
+        except InputError as error:
+            return f"error {error}", error
+
+    def _wanted(self) -> Planned:
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        return Planned.TRAINING if trains else Planned.INFERENCE
+
+    def _replans(self) -> bool:
+        """Layouts chosen for inference are chosen anew by the first call that trains, never otherwise."""
+        planned = self._session.planned
+        return planned is Planned.NOTHING or (planned is Planned.INFERENCE and self._wanted() is Planned.TRAINING)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
+        session, layouts = self._session, None
+        if not self._replans():
+            layouts = {name: layout_of(parameter) for name, parameter in self._parameters_by_name().items()}
+        with modes_of(self, session.model):
+            step = session.compiler.compile_step(session.model, args, kwargs, parameter_layouts=layouts)
+        session.ranks.agree("the plan", step.plan.hash)
+        bound = session.ranks.all_succeed(lambda: BoundStep(step, session.mesh))
+        self._lay_out(bound)
+        if session.shown is None or (bound.gradients and not session.shown.gradients):
+            session.shown = bound
+        return bound
+
+    def _lay_out(self, step: BoundStep) -> None:
+        """Bring every parameter to its planned layout, if the layouts are this plan's to choose."""
+        planned = {slot.name: slot.layout for slot in step.inputs[InputKind.PARAMETER]}
+        parameters, session = self._parameters_by_name(), self._session
+        if set(planned) != set(parameters):
+            raise PlanError("the plan is of a model with other parameters")
+        if self._replans():
+            for name, parameter in parameters.items():
+                lay_out_parameter(parameter, planned[name])
+            for optimizer in session.optimizers:
+                lay_out_optimizer_state(optimizer)
+            session.planned = self._wanted()
+        for name, parameter in parameters.items():
+            if layout_of(parameter) != planned[name]:
+                raise PlanError(f"the plan wants parameter {name!r} in another layout than it lies in")
+
+    def _check_initialized(self) -> None:
+        """Raise UninitializedError if a tensor of a meta model was written neither by its module nor by the user."""
+        empty = self._session.empty
+        for name, (tensor, writes) in list(empty.items()):
+            if _writes(tensor) != writes:
+                del empty[name]
+        if empty:
+            raise UninitializedError(
+                f"{len(empty)} tensors of the meta model have no values: {', '.join(sorted(empty)[:5])}",
+                fix="load them with load_state_dict, or give their modules reset_parameters() or an _init_weights",
+            )
+
+    def __repr__(self) -> str:
+        session = self._session
+        return f"ParallelModule({type(session.model).__name__}, mesh={tuple(session.mesh.shape)})"
+
+
+def _model_key(model: nn.Module) -> str:
+    """The names, shapes and dtypes of a model's tensors: ranks compare them before they exchange values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return "\n".join(f"{name} {tensor.dtype}{list(tensor.shape)} {tensor.is_meta}" for name, tensor in tensors)
+
+
+def _distributed(session: _Session) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """The model's parameters, flat over the mesh, and its buffers, with the first rank's values."""
+    model, mesh = session.model, session.mesh
+    layouts: dict[str, Layout] = {
+        name: flat_layout(tensor.shape, mesh.ndim) for name, tensor in model.named_parameters()
+    }
+    made = initialise(model, mesh, layouts, session.seed) if is_meta(model) else None
+    parameters, buffers = {}, {}
+    for name, parameter in model.named_parameters():
+        ready = made.parameters.get(name) if made is not None else None
+        parameters[name] = ready if ready is not None else distributed_parameter(parameter, mesh, layouts[name])
+    for name, buffer in model.named_buffers():
+        filled = made.buffers.get(name) if made is not None else None
+        buffers[name] = filled if filled is not None else replicated_buffer(buffer, mesh)
+    for name in made.missing if made is not None else ():
+        tensor = parameters[name] if name in parameters else buffers[name]
+        session.empty[name] = tensor, _writes(tensor)
+    return parameters, buffers
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often the tensor was written in place, through itself or through its shard."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._version + shard._version

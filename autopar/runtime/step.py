@@ -1,0 +1,63 @@
+"""What a compiled step is to the runtime, who makes one, and where this rank stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.program import Program
+from autopar.passes.local_call import RankGeometry
+from autopar.passes.pipeline import LocalProgram
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Layout
+
+
+class PlanLike(Protocol):
+    """All that the runtime asks of a plan: a hash, equal on ranks whose plans are equal."""
+
+    @property
+    def hash(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One program under one plan, emitted for this rank."""
+
+    program: Program
+    assignment: Assignment
+    local: LocalProgram
+    plan: PlanLike
+
+
+class StepCompiler(Protocol):
+    """Makes compiled steps; called on all ranks at once."""
+
+    def compile_step(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        parameter_layouts: Mapping[str, Layout] | None,
+    ) -> CompiledStep:
+        """Capture, plan and emit `model(*args, **kwargs)` in the modes (training, gradients, autocast) of the moment.
+
+        `parameter_layouts`, if given, are fixed: another shape or mode of a model whose parameters lie there already.
+        """
+
+
+def geometry_of(mesh: DeviceMesh) -> RankGeometry:
+    """Where this rank stands in a mesh of real processes."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None, "this rank is not part of the mesh"
+    shape = tuple(mesh.shape)
+    return RankGeometry(
+        mesh_shape=shape,
+        coordinates=tuple(coordinates),
+        group_names=tuple(mesh.get_group(axis).group_name for axis in range(len(shape))),
+        device=mesh.device_type,
+    )
