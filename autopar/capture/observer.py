@@ -123,7 +123,8 @@ class Observer(TorchFunctionMode):
         """Per node its origin: forward nodes by the function that made them, backward ones by their forward's."""
         found: list[Origin | None] = [None] * len(nodes)
         forward = [event for event in self._events if event.first < boundary]
-        for event in self._events:  # an inner function ends, and is recorded, before the one around it
+        recomputed = [event for event in self._events if event.first >= boundary and event.origin.module]
+        for event in forward + recomputed:  # an inner function ends, and is recorded, before the one around it
             for index in range(event.first, event.last):
                 found[index] = found[index] or event.origin
         numbers = [event.sequence for event in forward]

@@ -1,0 +1,1 @@
+"""Plans made readable: text now, other media beside it."""

@@ -1,0 +1,208 @@
+"""The front door: compile, make_plan, verify, run_virtual. The stages, in order, on one screen.
+
+model, inputs -> capture -> decisions -> problem -> search -> plan -> passes -> runtime
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.arguments import (
+    AnyMesh,
+    Constraints,
+    GivenPlan,
+    Hardware,
+    Inputs,
+    call_arguments,
+    load_plan,
+    make_options,
+    refuse_unsupported,
+)
+from autopar.capture.program import Program
+from autopar.capture.trace import Model, as_module, capture, tensor_leaves
+from autopar.compiler import Compiler, plan_or_follow
+from autopar.errors import MeshError
+from autopar.mesh import Mesh, as_mesh
+from autopar.plan import Plan
+from autopar.planner.make import Options, Search
+from autopar.planner.optimizers import OptimizerFactory
+from autopar.runtime.checks import RankGroup
+from autopar.runtime.parallel_module import ParallelModule
+from autopar.runtime.step import geometry_of
+from autopar.runtime.virtual_run import VirtualRun, run_virtual_step
+from autopar.verification import Report, Values, compare, eager_values, full_values, is_random, traced_values
+
+SEED = 0  # of the step that verify and run_virtual run
+
+
+def compile(  # noqa: A001 - the public name, as in torch.compile
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    example_inputs: Inputs | None = None,
+    plan: GivenPlan | None = None,
+    search: Search = "ilp",
+    hardware: Hardware | None = None,
+    memory_limit_bytes: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: None = None,
+    stages: int | None = None,
+    schedule: None = None,
+    microbatches: int | None = None,
+    constraints: Constraints = (),
+    backend: None = None,
+) -> ParallelModule:
+    """Turn a single-device model into one that runs over a mesh; the training loop stays as it is.
+
+    `mesh`: a live `DeviceMesh`; call on every rank. `example_inputs`: a tensor, a tuple of positional inputs or a dict
+    of keyword inputs, the global batch; without them the first call plans. `plan`: follow a saved, edited or hand-made
+    plan. `search`: `ilp`, another registered strategy or function, or a hand plan: `ddp`, `fsdp`, `megatron`.
+    `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
+    is counted. `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
+
+    Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
+    """
+    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"compile needs a live DeviceMesh, got {type(mesh).__name__}",
+            fix="torch.distributed.device_mesh.init_device_mesh(...); for virtual ranks use make_plan, verify, run_virtual",
+        )
+    ranks = RankGroup(mesh)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    compiler = Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks.first_decides, load_plan(plan))
+    inputs = None if example_inputs is None else call_arguments(example_inputs)
+    return ParallelModule(as_module(model), mesh, compiler, example_inputs=inputs)
+
+
+def make_plan(
+    model: Model,
+    mesh: AnyMesh,
+    *,
+    example_inputs: Inputs,
+    plan: GivenPlan | None = None,
+    search: Search = "ilp",
+    hardware: Hardware | None = None,
+    memory_limit_bytes: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: None = None,
+    stages: int | None = None,
+    schedule: None = None,
+    microbatches: int | None = None,
+    constraints: Constraints = (),
+    backend: None = None,
+) -> Plan:
+    """Plan without running: meta models, virtual meshes, no process group; the keywords are those of `compile`.
+
+    With `plan=`, that plan is checked against the model and priced anew.
+
+    >>> layer = torch.nn.Linear(8, 8)
+    >>> make_plan(layer, Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
+    (2,)
+    """
+    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    view = as_mesh(mesh, hardware)
+    program = capture(as_module(model), *call_arguments(example_inputs), device=view.device_type)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    return plan_or_follow(program, view, options, load_plan(plan))[1]
+
+
+def run_virtual(
+    model: Model,
+    mesh: AnyMesh,
+    *,
+    example_inputs: Inputs,
+    plan: GivenPlan | None = None,
+    search: Search = "ilp",
+    hardware: Hardware | None = None,
+    memory_limit_bytes: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: None = None,
+    stages: int | None = None,
+    schedule: None = None,
+    microbatches: int | None = None,
+    constraints: Constraints = (),
+    backend: None = None,
+) -> VirtualRun:
+    """One training step of all ranks in lockstep in this process, collectives included: outputs, gradients, buffers.
+
+    No process group is needed, and no rank count is too large for a debugger. The keywords are those of `compile`.
+    """
+    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    return _run_virtual(as_module(model), as_mesh(mesh, hardware), example_inputs, options, load_plan(plan))[0]
+
+
+def verify(
+    model: Model,
+    mesh: AnyMesh,
+    *,
+    example_inputs: Inputs,
+    plan: GivenPlan | None = None,
+    search: Search = "ilp",
+    hardware: Hardware | None = None,
+    memory_limit_bytes: int | None = None,
+    optimizer: OptimizerFactory | None = None,
+    precision: None = None,
+    stages: int | None = None,
+    schedule: None = None,
+    microbatches: int | None = None,
+    constraints: Constraints = (),
+    backend: None = None,
+    tolerance: float | None = None,
+) -> Report:
+    """Compare one step of the distributed program with the single-device one: outputs, every gradient, every buffer.
+
+    On a virtual mesh all ranks run in this process; on a live `DeviceMesh` the real ones do (call it on every rank).
+    The reference is the model as PyTorch runs it; if the model is random, the captured program on one device, which
+    draws the same numbers. Errors are relative to the largest magnitude of each tensor; `tolerance` replaces the
+    default limits (1e-5 for outputs and 1e-4 for gradients in float32, 1e-10 in float64).
+    """
+    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    module = as_module(model)
+    if isinstance(mesh, DeviceMesh):
+        return _verify_live(module, mesh, example_inputs, hardware, options, load_plan(plan), tolerance)
+    run, program = _run_virtual(module, as_mesh(mesh, hardware), example_inputs, options, load_plan(plan))
+    actual = Values(run.outputs, run.gradients, run.buffers)
+    expected, reference = _reference(module, program, example_inputs)
+    return compare(actual, expected, reference=reference, tolerance=tolerance)
+
+
+def _run_virtual(
+    model: nn.Module, mesh: Mesh, inputs: Inputs, options: Options, plan: Plan | None
+) -> tuple[VirtualRun, Program]:
+    args, kwargs = call_arguments(inputs)
+    program = capture(model, args, kwargs, device="cpu")
+    _, _, assignment = plan_or_follow(program, mesh, options, plan)
+    return run_virtual_step(model, program, assignment, mesh.shape, args, kwargs, seed=SEED), program
+
+
+def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
+    args, kwargs = call_arguments(inputs)
+    if is_random(program):
+        return traced_values(model, program, tensor_leaves(args, kwargs), seed), "the captured program on one device"
+    return eager_values(model, program, args, kwargs), "the model as PyTorch runs it"
+
+
+def _verify_live(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    inputs: Inputs,
+    hardware: Hardware | None,
+    options: Options,
+    plan: Plan | None,
+    tolerance: float | None,
+) -> Report:
+    ranks = RankGroup(mesh)
+    compiler = Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks.first_decides, plan)
+    args, kwargs = call_arguments(inputs)
+    pmodel = ParallelModule(model, mesh, compiler, example_inputs=(args, kwargs))
+    program, seed = pmodel.program, pmodel.next_seed
+    actual = full_values(pmodel, program, pmodel(*args, **kwargs))
+    expected, reference = _reference(model, program, inputs, seed)
+    return compare(actual, expected, reference=reference, tolerance=tolerance)

@@ -1,0 +1,72 @@
+"""The keywords of the public functions, read and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost_models.hardware import HardwareProfile
+from autopar.errors import CaptureError, UnsupportedOptionError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner.constraints import Constraint, as_constraints
+from autopar.planner.make import Options, Search
+from autopar.planner.optimizers import OptimizerFactory, optimizer_of
+
+AnyMesh = Mesh | DeviceMesh | Sequence[int] | int
+Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Hardware = str | Path | HardwareProfile
+Constraints = Mapping[str, str] | Sequence[Constraint | tuple[str, str]]
+GivenPlan = Plan | str | Path
+
+_LATER = {
+    "precision": "a mixed-precision policy",
+    "stages": "pipeline stages",
+    "schedule": "pipeline schedules",
+    "microbatches": "microbatches",
+    "backend": "compilation of the emitted graphs",
+}
+
+
+def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call: a tensor is one positional input, a tuple several, a dict keyword inputs."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    raise CaptureError(
+        f"example_inputs is a {type(inputs).__name__}",
+        fix="pass a tensor, a tuple of positional inputs or a dict of keyword inputs",
+    )
+
+
+def refuse_unsupported(**options: Any) -> None:
+    """Raise for an option that is public but not carried out yet, rather than ignore it."""
+    for name, value in options.items():
+        if value is not None and (name, value) not in (("stages", 1), ("microbatches", 1)):
+            raise UnsupportedOptionError(
+                f"{name}={value!r}: {_LATER[name]} are not carried out by this version", fix=f"leave {name} out"
+            )
+
+
+def make_options(
+    search: Search, memory_limit_bytes: int | None, optimizer: OptimizerFactory | None, constraints: Constraints
+) -> Options:
+    """The planner's options from the public keywords."""
+    return Options(
+        search=search,
+        memory_limit_bytes=memory_limit_bytes,
+        optimizer=optimizer_of(optimizer),
+        constraints=as_constraints(constraints),
+    )
+
+
+def load_plan(plan: GivenPlan | None) -> Plan | None:
+    """A plan as it is, or read from a path."""
+    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan

@@ -1,0 +1,63 @@
+"""Folded names: `h.[0-11].attn/mm#0` stands for twelve keys that differ in one number and share one decision."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+
+from autopar.errors import PlanFormatError
+
+MAX_EXPANSION = 100_000
+_NUMBER = re.compile(r"(?<![\w#])\d+(?=\.|/|$)")
+_RANGE = re.compile(r"\[([\d,\-]+)\]")
+
+
+def fold_keys(signatures: Mapping[str, Hashable]) -> dict[str, list[str]]:
+    """Folded text -> the keys that it stands for, in order of first appearance; only keys of one signature fold.
+
+    The first dotted component that is a number folds: in `h.3.mlp.0.weight` that is the 3.
+    """
+    buckets: dict[tuple[str, Hashable], list[tuple[int, str]]] = defaultdict(list)
+    for key, signature in signatures.items():
+        match = _NUMBER.search(key)
+        if match is None:
+            buckets[key, signature].append((-1, key))
+        else:
+            buckets[f"{key[: match.start()]}[]{key[match.end() :]}", signature].append((int(match[0]), key))
+    folded = {}
+    for (pattern, _), members in buckets.items():
+        if len(members) == 1:
+            folded[members[0][1]] = [members[0][1]]
+        else:
+            numbers = ranges_text(sorted(number for number, _ in members))
+            folded[pattern.replace("[]", f"[{numbers}]", 1)] = [key for _, key in members]
+    return folded
+
+
+def ranges_text(numbers: list[int]) -> str:
+    """`0-3,7` for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def expand_key(text: str) -> list[str]:
+    """The keys that a folded text stands for; the text itself if nothing is folded."""
+    match = _RANGE.search(text)
+    if match is None:
+        return [text]
+    numbers: list[int] = []
+    for part in match[1].split(","):
+        ends = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if ends is None:
+            raise PlanFormatError(f"{match[0]!r} is no list of numbers", where=text, fix="write it as [0-11] or [0,2]")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if last < first or len(numbers) + last - first >= MAX_EXPANSION:
+            raise PlanFormatError(f"{match[0]!r} counts backwards, or too far", where=text)
+        numbers.extend(range(first, last + 1))
+    return [f"{text[: match.start()]}{number}{text[match.end() :]}" for number in numbers]

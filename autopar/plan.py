@@ -1,0 +1,282 @@
+"""The plan: everything decided, with what it is predicted to cost. Frozen data, readable JSON, no graph inside."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanFormatError
+from autopar.folding import expand_key, fold_keys
+from autopar.sharding.layout import Layout, format_layout, parse_layout
+from autopar.version import __version__
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """One collective (or local slice) that a decision's inputs need before it can run."""
+
+    collective: str
+    axis: int
+    bytes: int  # of the full tensor over the axis' group
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One decision: the layouts of its inputs and outputs, and what it costs on one rank.
+
+    A gradient has no entry: it takes its parameter's layout.
+    """
+
+    key: str  # a parameter's name, `input:0`, or `module/op#occurrence`
+    kind: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    module: str = ""
+    where: str = ""  # the user's line
+    seconds: float = 0.0
+    bytes: int = 0  # of its outputs on the largest shard
+    moves: tuple[MoveCost, ...] = ()
+
+    def signature(self) -> tuple[str, ...]:
+        """Its layouts as text: what two entries must share to be folded into one line."""
+        return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs))
+
+
+def _texts(layouts: tuple[Layout, ...]) -> list[str]:
+    return [format_layout(layout) for layout in layouts]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, what it costs, and how good it could be at best.
+
+    `step_s`: seconds of one training step on the profile's hardware, communication not hidden. `peak_bytes`: the most
+    bytes alive on one rank, everything counted in `memory`. `cost` and `bound`: the search's objective and its proven
+    lower bound, seconds.
+    """
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    hardware: str
+    search: str
+    model_hash: str
+    entries: tuple[PlanEntry, ...]
+    step_s: float = 0.0
+    peak_bytes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes by kind at the peak
+    memory_limit_bytes: int | None = None
+    optimizer: str = "none"
+    cost: float = 0.0
+    bound: float = 0.0
+    notes: tuple[str, ...] = ()
+    alternatives: Mapping[str, float] = field(default_factory=dict)  # predicted seconds of the hand plans that fit
+    version: str = __version__
+    stages: tuple[Any, ...] = ()
+    experts: tuple[Any, ...] = ()
+    frontier: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        axes = len(self.mesh_shape)
+        if len(self.axis_names) != axes:
+            raise PlanFormatError(f"{len(self.axis_names)} axis names for a mesh of {axes} axes")
+        for entry in self.entries:
+            if any(len(layout) != axes for layout in (*entry.inputs, *entry.outputs)):
+                raise PlanFormatError(f"{entry.key}: a layout does not have {axes} placements")
+
+    @property
+    def gap(self) -> float:
+        """How far, at most, the search's cost is above the best possible one, as a fraction."""
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+    @property
+    def hash(self) -> str:
+        """Of the model, the mesh and every decision; not of the costs."""
+        lines = [self.model_hash, repr(self.mesh_shape)]
+        lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of the moves between layouts."""
+        return sum(move.seconds for entry in self.entries for move in entry.moves)
+
+    def matching(self, pattern: str) -> tuple[PlanEntry, ...]:
+        """Entries whose key or module matches a shell-style pattern."""
+        return tuple(
+            entry
+            for entry in self.entries
+            if fnmatch.fnmatchcase(entry.key, pattern) or (entry.module and fnmatch.fnmatchcase(entry.module, pattern))
+        )
+
+    def explain(self, pattern: str) -> str:
+        """What was chosen for the parameters, ops or modules that match, and what it costs."""
+        from autopar.report.text import explain_entries
+
+        return explain_entries(self, pattern)
+
+    def diff(self, other: Plan) -> str:
+        """What `other` decides differently, folded over repeated layers, and what that costs."""
+        from autopar.report.text import diff_plans
+
+        return diff_plans(self, other)
+
+    def __str__(self) -> str:
+        from autopar.report.text import plan_text
+
+        return plan_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON made for people: names, not node numbers; repeated layers in one line."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what `save` wrote, or a person edited. Raises PlanFormatError; nothing in the file is executed."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise PlanFormatError(f"not a readable JSON file: {error}", where=str(path)) from error
+        try:
+            return cls.from_json(data)
+        except PlanFormatError as error:
+            raise PlanFormatError(error.what, where=f"{path}: {error.where}".rstrip(": "), fix=error.fix) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain dicts and lists."""
+        folded = fold_keys({entry.key: entry.signature() for entry in self.entries})
+        by_key = {entry.key: entry for entry in self.entries}
+        sections: dict[str, dict[str, Any]] = {"inputs": {}, "parameters": {}, "ops": {}}
+        for text, members in folded.items():
+            entry = by_key[members[0]]
+            sections[_section(entry.kind)][text] = _entry_json(entry)
+        return {
+            "format": "autopar plan",
+            "schema": SCHEMA,
+            "version": self.version,
+            "model": self.model_hash,
+            "mesh": {"shape": list(self.mesh_shape), "axes": list(self.axis_names), "hardware": self.hardware},
+            "search": {"name": self.search, "cost": self.cost, "bound": self.bound},
+            "predicted": {
+                "step_s": self.step_s,
+                "peak_bytes": self.peak_bytes,
+                "memory": dict(self.memory),
+                "memory_limit_bytes": self.memory_limit_bytes,
+                "optimizer": self.optimizer,
+                "decisions": self.hash,
+            },
+            **sections,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """A checked plan from plain dicts and lists."""
+        return _Reader(data).plan()
+
+    def repriced(self, **changes: Any) -> Plan:
+        """The same decisions with other numbers."""
+        return replace(self, **changes)
+
+
+def _section(kind: str) -> str:
+    return {"op": "ops", "parameter": "parameters"}.get(kind, "inputs")
+
+
+def _entry_json(entry: PlanEntry) -> Any:
+    if entry.kind == "op":
+        return {"in": _texts(entry.inputs), "out": _texts(entry.outputs)}
+    return format_layout(entry.outputs[0])
+
+
+class _Reader:
+    """Reads plan JSON field by field; the first thing that is wrong is a PlanFormatError that names it."""
+
+    def __init__(self, data: Any) -> None:
+        if not isinstance(data, dict) or data.get("format") != "autopar plan":
+            raise PlanFormatError("this is not a plan: no \"format\": \"autopar plan\"", fix="write one with plan.save")
+        if data.get("schema") != SCHEMA:
+            raise PlanFormatError(
+                f"plan schema {data.get('schema')!r}, this version reads {SCHEMA}", fix="plan again with this version"
+            )
+        self.data = data
+
+    def field(self, holder: Any, name: str, *kinds: type) -> Any:
+        value = holder.get(name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise PlanFormatError(f"{name!r} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+        return value
+
+    def plan(self) -> Plan:
+        mesh = self.field(self.data, "mesh", dict)
+        shape = self.field(mesh, "shape", list)
+        names = self.field(mesh, "axes", list)
+        if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in shape):
+            raise PlanFormatError(f"mesh shape {shape!r} is not a list of sizes")
+        if not all(isinstance(name, str) for name in names):
+            raise PlanFormatError(f"mesh axes {names!r} are not names")
+        predicted = self.field(self.data, "predicted", dict)
+        search = self.field(self.data, "search", dict)
+        plan = Plan(
+            mesh_shape=tuple(shape),
+            axis_names=tuple(names),
+            hardware=self.field(mesh, "hardware", str),
+            search=self.field(search, "name", str),
+            model_hash=self.field(self.data, "model", str),
+            entries=tuple(self.entries(len(shape))),
+            step_s=float(self.field(predicted, "step_s", int, float)),
+            peak_bytes=int(self.field(predicted, "peak_bytes", int, float)),
+            memory=self.memory(predicted),
+            memory_limit_bytes=self.field(predicted, "memory_limit_bytes", int, type(None)),
+            optimizer=self.field(predicted, "optimizer", str),
+            cost=float(self.field(search, "cost", int, float)),
+            bound=float(self.field(search, "bound", int, float)),
+            version=self.field(self.data, "version", str),
+        )
+        if predicted.get("decisions") != plan.hash:
+            return plan.repriced(notes=("edited since it was priced: its costs are computed again when it is compiled",))
+        return plan
+
+    def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
+        found = self.field(predicted, "memory", dict)
+        if not all(isinstance(value, (int, float)) for value in found.values()):
+            raise PlanFormatError("'memory' does not map kinds to bytes")
+        return {str(kind): int(value) for kind, value in found.items()}
+
+    def entries(self, axes: int) -> list[PlanEntry]:
+        found: dict[str, PlanEntry] = {}
+        for section in ("inputs", "parameters", "ops"):
+            for text, value in self.field(self.data, section, dict).items():
+                for key in expand_key(text):
+                    if key in found:
+                        raise PlanFormatError(f"{key!r} is decided twice", where=f"{section}: {text}")
+                    found[key] = self.entry(section, text, key, value, axes)
+        return list(found.values())
+
+    def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
+        try:
+            if section == "ops":
+                inputs, outputs = self.field(value, "in", list), self.field(value, "out", list)
+                layouts = [tuple(parse_layout(_word(item), axes) for item in side) for side in (inputs, outputs)]
+                return PlanEntry(key, "op", layouts[0], layouts[1])
+            return PlanEntry(key, _kind(section, key), (), (parse_layout(_word(value), axes),))
+        except (PlanFormatError, AttributeError) as error:
+            what = error.what if isinstance(error, PlanFormatError) else f"{value!r} is not a layout"
+            raise PlanFormatError(what, where=f"{section}: {text}") from error
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PlanFormatError(f"{value!r} is not a layout", fix='write placements by axis, as "S0,R"')
+    return value
+
+
+def _kind(section: str, key: str) -> str:
+    return "parameter" if section == "parameters" else key.partition(":")[0]

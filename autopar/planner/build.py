@@ -1,0 +1,150 @@
+"""From decisions to a search problem: costs in seconds, usages in bytes, one edge per tensor that one reads of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.capture.program import Program
+from autopar.planner.decisions import Decision, result_key
+from autopar.planner.prices import VIEWS, Prices
+from autopar.search import FORBIDDEN, Problem
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Layout
+from autopar.sharding.op_call import TensorSpec
+from autopar.sharding.reshard import reshard_seconds_matrix
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """A problem and the decisions that its nodes stand for, node by node."""
+
+    program: Program
+    decisions: tuple[Decision, ...]
+    problem: Problem
+    mesh_shape: tuple[int, ...]
+
+    def assignment(self, choice: Sequence[int]) -> Assignment:
+        """What the passes need of a choice."""
+        return assignment_of(self.program, self.decisions, choice, self.mesh_shape)
+
+    def restricted(self, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> Problem:
+        """The problem with, for the decisions named, only some strategies allowed."""
+        costs = list(self.problem.costs)
+        for index, mask in allowed.items():
+            costs[index] = np.where(mask, costs[index], float(FORBIDDEN))
+        problem = self.problem
+        return Problem(
+            tuple(costs), problem.usages, problem.intervals, problem.edges, problem.edge_costs,
+            problem.usage_limit, problem.groups, problem.name,
+        )  # fmt: skip
+
+
+def assignment_of(
+    program: Program, decisions: Sequence[Decision], choice: Sequence[int], mesh_shape: tuple[int, ...]
+) -> Assignment:
+    """The strategies of all nodes, and the layouts of inputs and outputs, under a choice."""
+    strategies, inputs = {}, {}
+    results: dict[str, Layout] = {}
+    for decision, pick in zip(decisions, choice, strict=True):
+        strategy = decision.strategies[pick]
+        if decision.kind == "op":
+            strategies[decision.node] = strategy
+        elif decision.kind in ("gradient", "result"):
+            results[decision.key] = strategy.outputs[0]
+        else:
+            inputs[decision.node] = strategy.outputs[0]
+    outputs = tuple(results.get(result_key(output)) for output in program.outputs)
+    return Assignment(mesh_shape, strategies, inputs, outputs)
+
+
+def build_problem(
+    program: Program, decisions: tuple[Decision, ...], prices: Prices, *, usage_limit: float | None
+) -> PlanningProblem:
+    """The joint problem of all decisions under a limit in bytes."""
+    edges, matrices = _edges(decisions, prices)
+    groups: dict[object, int] = {}
+    problem = Problem(
+        costs=tuple(decision.seconds for decision in decisions),
+        usages=tuple(_usage(decision) for decision in decisions),
+        intervals=_intervals(decisions),
+        edges=tuple(edges),
+        edge_costs=tuple(matrices),
+        usage_limit=usage_limit,
+        groups=tuple(groups.setdefault(decision.group, len(groups)) for decision in decisions),
+    )
+    return PlanningProblem(program, decisions, problem, prices.mesh.shape)
+
+
+def _usage(decision: Decision) -> Matrix:
+    is_view = decision.call is not None and decision.call.name in VIEWS
+    return np.zeros(len(decision.strategies)) if is_view else decision.bytes.astype(np.float64)
+
+
+def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:
+    """When each decision's value is alive, in decision indices; a view keeps alive what it looks at."""
+    count = len(decisions)
+    starts = list(range(count))
+    ends = [index + 1 for index in range(count)]
+    roots = list(range(count))
+    for index, decision in enumerate(decisions):
+        if decision.call is not None and decision.call.name in VIEWS and decision.sources:
+            roots[index] = roots[decision.sources[0].decision]
+        for source in decision.sources:
+            root = roots[source.decision]
+            ends[root] = max(ends[root], index + 1)
+        if decision.kind in ("parameter", "buffer", "input", "constant"):
+            starts[index], ends[index] = 0, count
+        elif decision.kind == "gradient":
+            starts[index], ends[index] = decision.sources[0].decision, count
+    return tuple(zip(starts, ends, strict=True))
+
+
+class _EdgeCosts:
+    """Cost matrices of moves, shared among edges of equal ends."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.known: dict[tuple[TensorSpec, tuple[Layout, ...], tuple[Layout, ...]], Matrix] = {}
+        self.outputs: dict[tuple[int, int], tuple[Layout, ...]] = {}
+        self.inputs: dict[tuple[int, int], tuple[Layout, ...]] = {}
+        self.by_ends: dict[tuple[int, int, int, int], Matrix] = {}
+
+    def matrix(self, producer: Decision, output: int, consumer: Decision, argument: int) -> Matrix:
+        ends = (id(producer.strategies), output, id(consumer.strategies), argument)
+        if ends not in self.by_ends:
+            spec = producer.specs[output]
+            assert spec is not None
+            sources = tuple(strategy.outputs[output] for strategy in producer.strategies)
+            targets = tuple(strategy.inputs[argument] for strategy in consumer.strategies)
+            self.by_ends[ends] = self._known(spec, sources, targets)
+        return self.by_ends[ends]
+
+    def _known(self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Matrix:
+        key = (spec, sources, targets)
+        if key not in self.known:
+            seconds = reshard_seconds_matrix(spec, sources, targets, self.prices.mesh.shape, self.prices.collective)
+            self.known[key] = np.where(np.isfinite(seconds), seconds, float(FORBIDDEN))
+        return self.known[key]
+
+
+def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[int, int]], list[Matrix]]:
+    costs = _EdgeCosts(prices)
+    edges: list[tuple[int, int]] = []
+    matrices: list[Matrix] = []
+    parameters = {decision.name: index for index, decision in enumerate(decisions) if decision.kind == "parameter"}
+    for index, decision in enumerate(decisions):
+        for argument, source in enumerate(decision.sources):
+            edges.append((source.decision, index))
+            matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument))
+        if decision.kind == "gradient" and decision.name in parameters:
+            count = len(decision.strategies)
+            edges.append((parameters[decision.name], index))
+            matrices.append(np.where(np.eye(count, dtype=bool), 0.0, float(FORBIDDEN)))
+    return edges, matrices
+

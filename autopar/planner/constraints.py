@@ -1,0 +1,113 @@
+"""Constraints: pins of parameters, ops and inputs by name pattern, checked against the rules."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import ConstraintError
+from autopar.planner.build import PlanningProblem
+from autopar.planner.decisions import Decision
+from autopar.sharding.layout import Layout, format_layout, parse_layout
+from autopar.sharding.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Everything whose name matches `pattern` (shell style) has `layout`: a parameter's, an input's, an op's output.
+
+    >>> Constraint("*.mlp.*.weight", "R,S0").layout
+    'R,S0'
+    """
+
+    pattern: str
+    layout: str
+
+
+def as_constraints(
+    constraints: Mapping[str, str] | tuple[Constraint, ...] | list[Constraint] | tuple[tuple[str, str], ...],
+) -> tuple[Constraint, ...]:
+    """Constraints from a dict `{pattern: layout}`, from pairs, or as they are."""
+    items = constraints.items() if isinstance(constraints, Mapping) else constraints
+    return tuple(item if isinstance(item, Constraint) else Constraint(*item) for item in items)
+
+
+def apply_constraints(
+    planning: PlanningProblem, constraints: tuple[Constraint, ...], parameter_layouts: Mapping[str, Layout] | None
+) -> PlanningProblem:
+    """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet."""
+    allowed: dict[int, npt.NDArray[np.bool_]] = {}
+    for constraint in constraints:
+        layout = parse_layout(constraint.layout, len(planning.mesh_shape))
+        matched = _matching(planning, constraint.pattern)
+        for index in matched:
+            mask = _mask(planning.decisions[index], layout)
+            allowed[index] = allowed.get(index, np.ones(len(mask), dtype=bool)) & mask
+            if not allowed[index].any():
+                raise ConstraintError(
+                    f"two constraints disagree about {planning.decisions[index].key}", fix="remove one of them"
+                )
+    for index, decision in enumerate(planning.decisions):
+        if decision.kind == "parameter" and parameter_layouts and decision.name in parameter_layouts:
+            allowed[index] = _mask(decision, parameter_layouts[decision.name])
+    if not allowed:
+        return planning
+    problem = replace(planning.restricted(allowed), groups=_regrouped(planning, allowed))
+    return replace(planning, problem=problem)
+
+
+def _matching(planning: PlanningProblem, pattern: str) -> list[int]:
+    found = [
+        index
+        for index, decision in enumerate(planning.decisions)
+        if decision.kind in ("parameter", "input", "op")
+        and (fnmatch.fnmatchcase(decision.key, pattern) or fnmatch.fnmatchcase(decision.name, pattern))
+    ]
+    if not found:
+        raise ConstraintError(
+            f"the constraint {pattern!r} matches no parameter, input or op",
+            fix="use the names of model.named_parameters(), `input:0`, or `module/op#0` as the plan prints them",
+        )
+    return found
+
+
+def _mask(decision: Decision, layout: Layout) -> npt.NDArray[np.bool_]:
+    mask = np.array([_output(strategy) == layout for strategy in decision.strategies])
+    if not mask.any():
+        known = sorted({format_layout(_output(strategy)) for strategy in decision.strategies})
+        raise ConstraintError(
+            f"{decision.key} cannot have the layout {format_layout(layout)}",
+            where=decision.where,
+            fix=f"its rules and its shape {_shape(decision)} on this mesh allow: {'  '.join(known)}",
+        )
+    return mask
+
+
+def _output(strategy: Strategy) -> Layout:
+    return strategy.outputs[0]
+
+
+def _shape(decision: Decision) -> tuple[int, ...]:
+    return decision.specs[0].shape if decision.specs[0] else ()
+
+
+def _regrouped(planning: PlanningProblem, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> tuple[int, ...]:
+    """Pinned members of a kind, and the gradients of pinned parameters, leave their class: a pin binds no sibling."""
+    groups = planning.problem.groups
+    assert groups is not None
+    fresh = count(max(groups) + 1)
+    ids: dict[tuple[int, bytes], int] = {}
+    masks = {index: mask.tobytes() for index, mask in allowed.items()}
+    pinned = {planning.decisions[index].name: masks[index] for index in allowed}
+    for index, decision in enumerate(planning.decisions):
+        if decision.kind == "gradient" and decision.name in pinned:
+            masks[index] = pinned[decision.name]
+    return tuple(
+        ids.setdefault((group, masks[index]), next(fresh)) if index in masks else group
+        for index, group in enumerate(groups)
+    )

@@ -1,0 +1,232 @@
+"""What there is to decide: one decision per op, input, parameter and gradient, with its strategies and their prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
+from autopar.planner.kinds import Kinds, owner
+from autopar.planner.prices import Prices
+from autopar.sharding.assignment import is_getitem
+from autopar.sharding.layout import REPLICATE, Layout, ranks_per_dim, replicated
+from autopar.sharding.op_call import OpCall, TensorSpec, call_of, spec_of, tensor_inputs
+from autopar.sharding.registry import rules_of
+from autopar.sharding.rule import Rule
+from autopar.sharding.strategies import Strategy, local_bytes, shardable, strategies_of
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a decision's tensor input comes from: output `output` of decision `decision`."""
+
+    decision: int
+    output: int
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """One choice. Its strategies say the layouts of its inputs (none for a placeholder) and of its outputs.
+
+    `key` names it in plans; `kind` is parameter, buffer, input, tangent, seed, constant, op, gradient or result.
+    """
+
+    key: str
+    kind: str
+    node: str  # fx node name; for a gradient or result, of the producer
+    name: str  # dotted parameter name, path of the input, ...
+    module: str
+    where: str
+    phase: str
+    strategies: tuple[Strategy, ...]
+    seconds: Seconds
+    bytes: npt.NDArray[np.int64]  # held over the life of its value, on the largest shard
+    specs: tuple[TensorSpec | None, ...]  # of its outputs
+    sources: tuple[Source, ...] = ()
+    call: OpCall | None = None
+    group: object = field(default=None)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the planner knows of an optimizer: how many copies of each parameter its state holds."""
+
+    name: str
+    state_copies: float
+
+
+NO_OPTIMIZER = Optimizer("none", 0.0)
+
+
+class DecisionList:
+    """Builds the decisions of a program, in program order."""
+
+    def __init__(self, program: Program, prices: Prices, optimizer: Optimizer) -> None:
+        self.program, self.prices, self.optimizer = program, prices, optimizer
+        self.mesh_shape = prices.mesh.shape
+        self.decisions: list[Decision] = []
+        self._at: dict[str, Source] = {}  # fx node name -> where its value comes from
+        self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
+        nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
+        self._calls = {node.name: call_of(node) for node in nodes if not is_getitem(node)}
+        self._kinds = Kinds(
+            [(node.meta["module"], node.meta["key"], self._calls[node.name]) for node in nodes if not is_getitem(node)]
+        )
+
+    def build(self) -> tuple[Decision, ...]:
+        inputs = {item.node: item for item in self.program.inputs}
+        for node in self.program.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self._add_placeholder(node, inputs[node.name].kind, inputs[node.name].name)
+            elif node.op == "output":
+                self._add_results(node)
+            elif is_getitem(node):
+                producer, index = node.args
+                self._at[node.name] = Source(self._at[producer.name].decision, index)
+            else:
+                self._add_op(node)
+        return tuple(self.decisions)
+
+    def _append(self, decision: Decision) -> int:
+        self.decisions.append(decision)
+        return len(self.decisions) - 1
+
+    def _add_placeholder(self, node: fx.Node, kind: InputKind, name: str) -> None:
+        spec = spec_of(node.meta["val"])
+        layouts = self._placeholder_layouts(kind, spec)
+        held = np.array([local_bytes(spec, layout, self.mesh_shape) for layout in layouts], dtype=np.int64)
+        seconds = np.zeros(len(layouts))
+        if kind is InputKind.PARAMETER and node.meta["val"].requires_grad:
+            seconds = self.prices.optimizer(held.astype(np.float64), self.optimizer.state_copies)
+            held = held + (held * self.optimizer.state_copies).astype(np.int64)
+        module, own = owner(name) if kind in (InputKind.PARAMETER, InputKind.BUFFER) else ("", name)
+        index = self._append(
+            Decision(
+                key=name if kind is InputKind.PARAMETER else f"{kind.value}:{name}",
+                kind=kind.value,
+                node=node.name,
+                name=name,
+                module=module,
+                where="",
+                phase=node.meta["phase"],
+                strategies=tuple(_only_output(layout) for layout in layouts),
+                seconds=seconds,
+                bytes=held,
+                specs=(spec,),
+                group=(kind.value, self._kinds.of(module), own, spec),
+            )
+        )
+        self._at[node.name] = Source(index, 0)
+
+    def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:
+        axes = len(self.mesh_shape)
+        if kind is InputKind.PARAMETER:
+            return [layout for layout in layouts_of(spec, self.mesh_shape) if storable(spec, layout, self.mesh_shape)]
+        if kind in (InputKind.INPUT, InputKind.TANGENT):
+            layouts = layouts_of(spec, self.mesh_shape)
+            return [layout for layout in layouts if shardable(spec, layout, self.mesh_shape, even=True)]
+        return [replicated(axes)]
+
+    def _add_op(self, node: fx.Node) -> None:
+        call = self._calls[node.name]
+        if call not in self._priced:
+            strategies = strategies_of(call, rules_of(call), self.mesh_shape)
+            held = np.array([self._output_bytes(call, strategy) for strategy in strategies], dtype=np.int64)
+            self._priced[call] = (strategies, self.prices.op(call, strategies), held)
+        strategies, seconds, held = self._priced[call]
+        sources = tuple(self._at[source.name] for source in tensor_inputs(node))
+        key = node.meta["key"]
+        index = self._append(
+            Decision(
+                key=key,
+                kind="op",
+                node=node.name,
+                name=key,
+                module=node.meta["module"],
+                where=node.meta["where"],
+                phase=node.meta["phase"],
+                strategies=strategies,
+                seconds=seconds,
+                bytes=held,
+                specs=call.outputs,
+                sources=sources,
+                call=call,
+                group=(self._kinds.of(node.meta["module"]), key.partition("/")[2], call),
+            )
+        )
+        self._at[node.name] = Source(index, 0)
+
+    def _output_bytes(self, call: OpCall, strategy: Strategy) -> int:
+        pairs = zip(call.outputs, strategy.outputs, strict=True)
+        return sum(local_bytes(spec, layout, self.mesh_shape) for spec, layout in pairs if spec is not None)
+
+    def _add_results(self, node: fx.Node) -> None:
+        """Gradients take their parameter's layout; a loss, a buffer and an outside output are replicated."""
+        parameters = {item.name: item for item in self.decisions if item.kind == "parameter"}
+        has_loss = any(output.kind is OutputKind.LOSS for output in self.program.outputs)
+        for output, value in zip(self.program.outputs, node.args[0], strict=True):  # type: ignore[arg-type]
+            source = self._at[value.name]
+            producer = self.decisions[source.decision]
+            if output.kind is OutputKind.OUTPUT and has_loss:
+                continue
+            spec = producer.specs[source.output]
+            assert spec is not None
+            parameter = parameters.get(output.name) if output.kind is OutputKind.GRADIENT else None
+            layouts = [strategy.outputs[0] for strategy in parameter.strategies] if parameter else None
+            layouts = layouts or [replicated(len(self.mesh_shape))]
+            held = [local_bytes(spec, layout, self.mesh_shape) for layout in layouts]
+            module = parameter.module if parameter else ""
+            kind = "gradient" if output.kind is OutputKind.GRADIENT else "result"
+            self._append(
+                Decision(
+                    key=result_key(output),
+                    kind=kind,
+                    node=value.name,
+                    name=output.name,
+                    module=module,
+                    where="",
+                    phase=value.meta["phase"],
+                    strategies=tuple(_result(layout) for layout in layouts),
+                    seconds=np.zeros(len(layouts)),
+                    bytes=np.array(held, dtype=np.int64),
+                    specs=(spec,),
+                    sources=(source,),
+                    group=(kind, parameter.group if parameter else output.name, producer.group),
+                )
+            )
+
+
+def result_key(output: ProgramOutput) -> str:
+    """The key of the decision in which layout an output leaves: `gradient:h.0.weight`, `loss:loss`, ..."""
+    return f"{output.kind.value}:{output.name}"
+
+
+def _only_output(layout: Layout) -> Strategy:
+    return Strategy(tuple(Rule((), (placement,)) for placement in layout))
+
+
+def _result(layout: Layout) -> Strategy:
+    return Strategy(tuple(Rule((placement,), (placement,)) for placement in layout))
+
+
+def layouts_of(spec: TensorSpec, mesh_shape: Sequence[int]) -> list[Layout]:
+    """Every layout of replicas and shards; an axis of one rank only replicates."""
+    per_axis = [
+        [REPLICATE, *(Shard(dim) for dim in range(len(spec.shape)))] if ranks > 1 else [REPLICATE]
+        for ranks in mesh_shape
+    ]
+    return list(product(*per_axis))
+
+
+def storable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Whether a parameter may be stored so: every rank holds something, though not all the same."""
+    ways = ranks_per_dim(len(spec.shape), layout, mesh_shape)
+    return all(size >= count for size, count in zip(spec.shape, ways, strict=True))

@@ -1,0 +1,145 @@
+"""The experts' plans by name: `ddp`, `fsdp`, `megatron`, as choices of the same problem.
+
+ddp: parameters replicated, the batch cut over all axes. fsdp: parameters stored in shards and gathered for use, the
+batch cut over all axes (Zhao et al., VLDB 2023). megatron: weights cut over the last axis (Shoeybi et al., 2019),
+the batch over the others; on that last axis the layout of each op is the best that the search finds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch.distributed.tensor import Shard
+
+from autopar.errors import PlanError
+from autopar.planner.build import PlanningProblem
+from autopar.planner.decisions import Decision
+from autopar.search import FORBIDDEN, evaluate, solve
+from autopar.sharding.layout import Layout, replicated, shard_dim
+
+HAND_PLANS = ("ddp", "fsdp", "megatron")
+Choice = tuple[int, ...]
+
+
+def hand_plan(planning: PlanningProblem, name: str, *, time_limit_s: float, seed: int) -> Choice:
+    """The choice that the plan of that name makes. Raises PlanError where it does not apply."""
+    if name == "megatron":
+        return _megatron(planning, time_limit_s, seed)
+    return _follow_batch(planning, shard_parameters=name == "fsdp", batch_axes=len(planning.mesh_shape))
+
+
+def batch_size(decisions: Sequence[Decision]) -> int:
+    """The size of dim 0 that most inputs share."""
+    sizes = [decision.specs[0].shape[0] for decision in decisions if decision.kind == "input" and decision.specs[0].shape]  # type: ignore[union-attr]
+    if not sizes:
+        raise PlanError("no input has a batch dim", fix="use search='ilp'")
+    return max(set(sizes), key=lambda size: (sizes.count(size), size))
+
+
+def _follow_batch(planning: PlanningProblem, *, shard_parameters: bool, batch_axes: int) -> Choice:
+    """Cut the batch over the first `batch_axes` axes; let every op run where its inputs are."""
+    decisions, axes = planning.decisions, len(planning.mesh_shape)
+    size, ways = batch_size(decisions), math.prod(planning.mesh_shape[:batch_axes])
+    if size % ways:
+        raise PlanError(
+            f"a batch of {size} does not divide over {ways} ranks", fix="use a batch that does, or search='ilp'"
+        )
+    batch: Layout = tuple(Shard(0) if axis < batch_axes else placement for axis, placement in enumerate(replicated(axes)))
+    follower = _Follower(planning, batch, size)
+    choice = follower.run()
+    if shard_parameters:
+        _store_shards(planning, choice)
+    return tuple(choice)
+
+
+class _Follower:
+    """Chooses in program order: the strategy that moves the fewest seconds' worth of inputs, then the fastest."""
+
+    def __init__(self, planning: PlanningProblem, batch: Layout, size: int) -> None:
+        self.planning, self.batch, self.size = planning, batch, size
+        self.incoming: list[list[tuple[int, int]]] = [[] for _ in planning.decisions]
+        for edge, (first, second) in enumerate(planning.problem.edges):
+            self.incoming[second].append((first, edge))
+        self.choice: list[int] = []
+        self.by_group: dict[int, int] = {}
+
+    def run(self) -> list[int]:
+        groups = self.planning.problem.groups
+        assert groups is not None
+        for index, decision in enumerate(self.planning.decisions):
+            if groups[index] not in self.by_group:
+                self.by_group[groups[index]] = self._pick(index, decision)
+            self.choice.append(self.by_group[groups[index]])
+        return self.choice
+
+    def _pick(self, index: int, decision: Decision) -> int:
+        if decision.kind == "parameter":
+            return find_layout(decision, replicated(len(self.planning.mesh_shape)))
+        if decision.kind in ("input", "tangent"):
+            return self._input(decision)
+        moves = np.zeros(len(decision.strategies))
+        for first, edge in self.incoming[index]:
+            moves += self.planning.problem.edge_costs[edge][self.choice[first]]
+        compute = self.planning.problem.costs[index]
+        total = moves * 1e3 + compute  # moving nothing comes first: this is the plan's idea, not an optimum
+        return int(np.argmin(total))
+
+    def _input(self, decision: Decision) -> int:
+        spec = decision.specs[0]
+        assert spec is not None
+        has_batch = bool(spec.shape) and spec.shape[0] == self.size
+        return find_layout(decision, self.batch if has_batch else replicated(len(self.batch)))
+
+
+def find_layout(decision: Decision, layout: Layout) -> int:
+    """The strategy of a placeholder with that layout, or else the replicated one."""
+    layouts = [strategy.outputs[0] for strategy in decision.strategies]
+    wanted = layout if layout in layouts else replicated(len(layout))
+    return layouts.index(wanted)
+
+
+def _store_shards(planning: PlanningProblem, choice: list[int]) -> None:
+    """Store every parameter in shards of its first dim that is long enough; its gradient likewise."""
+    axes = len(planning.mesh_shape)
+    stored: dict[str, int] = {}
+    for index, decision in enumerate(planning.decisions):
+        if decision.kind == "parameter":
+            layouts = [strategy.outputs[0] for strategy in decision.strategies]
+            dims = range(len(decision.specs[0].shape))  # type: ignore[union-attr]
+            wanted = [(Shard(dim),) * axes for dim in dims if (Shard(dim),) * axes in layouts]
+            choice[index] = stored[decision.name] = layouts.index(wanted[0]) if wanted else choice[index]
+        elif decision.kind == "gradient" and decision.name in stored:
+            choice[index] = stored[decision.name]
+
+
+def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choice:
+    """The data axes as ddp has them; on the last axis inputs replicated, weights cut, the rest searched."""
+    axes = len(planning.mesh_shape)
+    base = _follow_batch(planning, shard_parameters=False, batch_axes=axes - 1)
+    allowed = {
+        index: _megatron_mask(decision, decision.strategies[pick].rules, axes)
+        for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True))
+    }
+    problem = planning.restricted(allowed)
+    if not any(mask.any() and decision.kind == "parameter" and len(decision.specs[0].shape) > 1  # type: ignore[union-attr]
+               and not mask[base[index]] for index, (decision, mask) in enumerate(zip(planning.decisions, allowed.values(), strict=True))):  # fmt: skip
+        raise PlanError("no weight can be cut over the last mesh axis", fix="use search='ilp'")
+    solution = solve(problem, strategy="ilp", time_limit_s=time_limit_s, seed=seed)
+    if not evaluate(problem, solution.choice) < FORBIDDEN:
+        raise PlanError("no tensor-parallel layout keeps the batch where ddp has it", fix="use search='ilp'")
+    return solution.choice
+
+
+def _megatron_mask(decision: Decision, base: Sequence[object], axes: int) -> npt.NDArray[np.bool_]:
+    same = np.array([tuple(strategy.rules[:-1]) == tuple(base[: axes - 1]) for strategy in decision.strategies])
+    if decision.kind in ("input", "tangent"):
+        return same & np.array([shard_dim(strategy.outputs[0][-1]) is None for strategy in decision.strategies])
+    if decision.kind == "parameter" and len(decision.specs[0].shape) > 1:  # type: ignore[union-attr]
+        cut = same & np.array([shard_dim(strategy.outputs[0][-1]) is not None for strategy in decision.strategies])
+        return cut if cut.any() else same
+    return same
+
+

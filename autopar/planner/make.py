@@ -1,0 +1,225 @@
+"""From a program and a mesh to a plan: decisions, problem, search, emission of one rank for the exact memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.capture.program import Program
+from autopar.errors import InfeasibleProblemError, MemoryLimitError, PlanError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner.build import PlanningProblem, build_problem
+from autopar.planner.constraints import Constraint, apply_constraints
+from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
+from autopar.planner.hand_plans import HAND_PLANS, hand_plan
+from autopar.planner.measure import Measured, measure
+from autopar.planner.prices import Prices
+from autopar.search import Problem, Solution, evaluate, solve
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Layout
+
+MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
+ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
+
+Search = str | Callable[..., Solution]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search. `memory_limit_bytes` None: the profile's memory less a margin."""
+
+    search: Search = "ilp"
+    memory_limit_bytes: int | None = None
+    optimizer: Optimizer = NO_OPTIMIZER
+    constraints: tuple[Constraint, ...] = ()
+    parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
+    time_limit_s: float = 30.0
+    seed: int = 0
+
+    @property
+    def search_name(self) -> str:
+        return self.search if isinstance(self.search, str) else getattr(self.search, "__name__", "custom")
+
+    def limit(self, mesh: Mesh) -> int:
+        if self.memory_limit_bytes is not None:
+            return self.memory_limit_bytes
+        ranks = range(mesh.size if mesh.profile.rank_memory_bytes else 1)
+        return int(min(mesh.profile.memory_bytes(rank) for rank in ranks) * MEMORY_FRACTION)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, its assignment to the program that it was made for, and the problem that it answers."""
+
+    plan: Plan
+    choice: tuple[int, ...]
+    assignment: Assignment
+    planning: PlanningProblem
+    solution: Solution
+
+
+def program_hash(program: Program) -> str:
+    """Of the ops, their arguments and shapes, and of the parameters' names: what a plan is valid for."""
+    lines = [f"{item.kind.value} {item.name}" for item in program.inputs]
+    for node in program.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        shape = getattr(value, "shape", None)
+        lines.append(f"{node.meta.get('key', node.name)} {tuple(shape) if shape is not None else ''}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
+    """The plan of least predicted time that fits. Raises MemoryLimitError, ConstraintError or PlanError."""
+    return _Planner(program, mesh, options).run()
+
+
+@dataclass
+class _Candidate:
+    choice: tuple[int, ...]
+    solution: Solution
+    name: str
+    measured: Measured
+
+
+@dataclass
+class _Planner:
+    program: Program
+    mesh: Mesh
+    options: Options
+    candidates: list[_Candidate] = field(default_factory=list)
+
+    def run(self) -> Planned:
+        self.prices = Prices(self.mesh)
+        self.limit = self.options.limit(self.mesh)
+        decisions = DecisionList(self.program, self.prices, self.options.optimizer).build()
+        planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
+        self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
+        if self.options.search in HAND_PLANS:
+            name = str(self.options.search)
+            choice = hand_plan(self.planning, name, time_limit_s=self.options.time_limit_s, seed=self.options.seed)
+            self._add(name, choice, self._as_solution(name, choice))
+        else:
+            self._search()
+        best = self._best()
+        return self._planned(best)
+
+    def _as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
+        problem = _without_limit(self.planning.problem)
+        cost = evaluate(problem, choice)
+        return Solution(choice, cost, strategy=name)
+
+    def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
+        candidate = _Candidate(choice, solution, name, measure(self.planning, choice, self.prices, self.options.optimizer))
+        self.candidates.append(candidate)
+        return candidate
+
+    def _search(self) -> None:
+        """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
+        for name in HAND_PLANS:
+            try:
+                choice = hand_plan(self.planning, name, time_limit_s=self.options.time_limit_s / 4, seed=self.options.seed)
+            except (PlanError, InfeasibleProblemError):
+                continue
+            if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
+                self._add(name, choice, self._as_solution(name, choice))
+        allowance = float(self.limit)
+        for _ in range(ROUNDS):
+            candidate = self._solve(allowance)
+            if candidate is None or candidate.measured.peak_bytes <= self.limit:
+                return
+            allowance -= 1.1 * (candidate.measured.peak_bytes - self.limit)
+            if allowance <= 0:
+                return
+
+    def _solve(self, allowance: float) -> _Candidate | None:
+        problem = _with_limit(self.planning.problem, allowance)
+        starts = sorted((evaluate(problem, item.choice), item.choice) for item in self.candidates)
+        start = starts[0][1] if starts and np.isfinite(starts[0][0]) else None
+        try:
+            solution = solve(
+                problem,
+                strategy=self.options.search,
+                time_limit_s=self.options.time_limit_s,
+                seed=self.options.seed,
+                start=start,
+            )
+        except InfeasibleProblemError:
+            return None
+        if not np.isfinite(solution.cost):
+            return None
+        return self._add(self.options.search_name, solution.choice, solution)
+
+    def _best(self) -> _Candidate:
+        fitting = [item for item in self.candidates if item.measured.peak_bytes <= self.limit]
+        if fitting:
+            return min(fitting, key=lambda item: (item.measured.step_s, item.measured.peak_bytes))
+        if not self.candidates:
+            raise MemoryLimitError(
+                f"no plan fits {_gigabytes(self.limit)} per rank",
+                fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
+            )
+        thrifty = min(self.candidates, key=lambda item: item.measured.peak_bytes)
+        short = thrifty.measured.peak_bytes - self.limit
+        kinds = sorted(thrifty.measured.memory.items(), key=lambda item: -item[1])[:3]
+        held = ", ".join(f"{kind} {_gigabytes(bytes_)}" for kind, bytes_ in kinds)
+        raise MemoryLimitError(
+            f"no plan found fits {_gigabytes(self.limit)} per rank: the thriftiest needs "
+            f"{_gigabytes(thrifty.measured.peak_bytes)}, {_gigabytes(short)} too much ({held})",
+            fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
+        )
+
+    def _planned(self, best: _Candidate) -> Planned:
+        measured = best.measured
+        others = {item.name: item.measured.step_s for item in self.candidates if item.measured.peak_bytes <= self.limit}
+        searched = [item.solution.bound for item in self.candidates if item.name == self.options.search_name]
+        plan = Plan(
+            mesh_shape=self.mesh.shape,
+            axis_names=self.mesh.axis_names,
+            hardware=self.mesh.profile.name,
+            search=best.name,
+            model_hash=program_hash(self.program),
+            entries=measured.entries,
+            step_s=measured.step_s,
+            peak_bytes=measured.peak_bytes,
+            memory=measured.memory,
+            memory_limit_bytes=self.limit,
+            optimizer=self.options.optimizer.name,
+            cost=best.solution.cost,
+            bound=max(0.0, min([best.solution.cost, *searched[:1]])) if searched else 0.0,
+            notes=measured.notes,
+            alternatives=others,
+        )
+        return Planned(plan, best.choice, self.planning.assignment(best.choice), self.planning, best.solution)
+
+
+def _gigabytes(bytes_: float) -> str:
+    return f"{bytes_ / 1e9:.3g} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.3g} MB"
+
+
+def _with_limit(problem: Problem, limit: float | None) -> Problem:
+    return Problem(
+        problem.costs, problem.usages, problem.intervals, problem.edges, problem.edge_costs, limit, problem.groups,
+        problem.name,
+    )  # fmt: skip
+
+
+def _without_limit(problem: Problem) -> Problem:
+    return _with_limit(problem, None)
+
+
+def price_choice(
+    program: Program, mesh: Mesh, options: Options, pick: Callable[[PlanningProblem], Sequence[int]], name: str
+) -> Planned:
+    """The plan of a choice made elsewhere (a saved or edited plan), priced anew; its memory is not limited."""
+    planner = _Planner(program, mesh, options)
+    planner.prices = Prices(mesh)
+    planner.limit = options.limit(mesh)
+    decisions = DecisionList(program, planner.prices, options.optimizer).build()
+    planner.planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
+    choice = tuple(pick(planner.planning))
+    best = planner._add(name, choice, planner._as_solution(name, choice))
+    return planner._planned(best)

@@ -1,0 +1,187 @@
+"""Seconds of every op and of every collective, on the mesh that is planned for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.compute import (
+    attention_seconds,
+    convolution_seconds,
+    matmul_seconds,
+    memory_bound_seconds,
+    optimizer_step_seconds,
+)
+from autopar.cost_models.hardware import AxisLinks, Device, axis_links
+from autopar.errors import UnpricedError
+from autopar.mesh import Mesh
+from autopar.sharding.layout import local_shape
+from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.strategies import Strategy, local_bytes
+
+Seconds = npt.NDArray[np.float64]
+Shapes = list[tuple[int, ...]]
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "transpose.int", "t.default", "permute.default",
+        "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "select.int",
+        "slice.Tensor", "split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int", "alias.default",
+        "detach.default", "as_strided.default", "narrow.default", "diagonal.default", "unfold.default",
+        "view_as_real.default", "view_as_complex.default", "real.default", "imag.default", "movedim.int",
+    )
+)  # fmt: skip
+"""Ops that return a view of their input: no kernel runs, no byte moves, so they take no time on the device."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices on one mesh. Every op not named below is memory-bound: it reads its inputs and writes its outputs."""
+
+    mesh: Mesh
+
+    @property
+    def device(self) -> Device:
+        return self.mesh.profile.device
+
+    @cached_property
+    def axes(self) -> tuple[AxisLinks, ...]:
+        return axis_links(self.mesh.profile, self.mesh.shape)
+
+    def collective(self, kind: str, bytes_: float, axis: int) -> float:
+        """Seconds of one collective over `axis`; `bytes_` as in `collective_seconds`; a "slice" is a local copy."""
+        if self.mesh.shape[axis] == 1:
+            return 0.0
+        if kind == "slice":
+            return float(memory_bound_seconds(self.device, 2.0 * bytes_ / self.mesh.shape[axis]))
+        return float(collective_seconds(kind, bytes_, self.axes[axis]))  # type: ignore[arg-type]
+
+    def op(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
+        """Seconds of one op under each strategy, on the largest shard, the form's own collectives included."""
+        if call.name in VIEWS:
+            return np.zeros(len(strategies))
+        inputs = [self._shapes(call.inputs, [strategy.inputs for strategy in strategies], index)
+                  for index in range(len(call.inputs))]  # fmt: skip
+        outputs = [self._shapes(call.outputs, [strategy.outputs for strategy in strategies], index)
+                   for index in range(len(call.outputs))]  # fmt: skip
+        seconds = np.broadcast_to(self._compute(call, inputs, outputs), (len(strategies),)).astype(np.float64)
+        return seconds + np.array([self._internal(call, strategy) for strategy in strategies])
+
+    def _shapes(
+        self, specs: Sequence[TensorSpec | None], layouts: Sequence[Sequence[Any]], index: int
+    ) -> Shapes | None:
+        spec = specs[index]
+        if spec is None:
+            return None
+        return [local_shape(spec.shape, per_strategy[index], self.mesh.shape) for per_strategy in layouts]
+
+    def _compute(self, call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Any:
+        specs = list(zip(call.inputs, inputs, strict=True)) + list(zip(call.outputs, outputs, strict=True))
+        moved = sum(
+            (_counts(shapes) * spec.dtype.itemsize for spec, shapes in specs if spec is not None and shapes is not None),
+            start=np.zeros(1),
+        )
+        dtype = _dtype(call)
+        work = _WORK.get(call.name)
+        if work is not None and dtype.is_floating_point:
+            try:
+                return work(self.device, str(dtype).removeprefix("torch."), call, inputs, outputs, moved)
+            except UnpricedError as error:
+                raise UnpricedError(f"{call.name}: {error.what}", where=error.where, fix=error.fix) from error
+        return memory_bound_seconds(self.device, moved, str(dtype).removeprefix("torch."))
+
+    def _internal(self, call: OpCall, strategy: Strategy) -> float:
+        total = 0.0
+        for axis, rule in enumerate(strategy.rules):
+            if rule.internal_bytes:
+                total += self.collective("all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis)
+        return total
+
+    def _local_share(self, call: OpCall, strategy: Strategy, axis: int, bytes_: int) -> float:
+        """The part of `bytes_` that one group along `axis` holds: other axes cut it as they cut the first output."""
+        spec = call.outputs[0]
+        if spec is None:
+            return float(bytes_)
+        others = tuple(1 if index == axis else ranks for index, ranks in enumerate(self.mesh.shape))
+        return bytes_ * local_bytes(spec, strategy.outputs[0], others) / max(1, spec.nbytes)
+
+    def optimizer(self, parameter_bytes: Seconds, state_copies: float) -> Seconds:
+        """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
+        value = optimizer_step_seconds(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
+        return np.asarray(value, dtype=np.float64)
+
+
+def _dtype(call: OpCall) -> torch.dtype:
+    floating = [spec.dtype for spec in (*call.inputs, *call.outputs) if spec and spec.dtype.is_floating_point]
+    specs = [spec for spec in (*call.inputs, *call.outputs) if spec is not None]
+    return floating[0] if floating else (specs[0].dtype if specs else torch.float32)
+
+
+def _counts(shapes: Shapes) -> Seconds:
+    return np.array([math.prod(shape) for shape in shapes], dtype=np.float64)
+
+
+def _dims(shapes: Shapes | None) -> Seconds:
+    assert shapes is not None
+    return np.array(shapes, dtype=np.float64).reshape(len(shapes), -1).T
+
+
+Work = Callable[[Device, str, OpCall, list[Any], list[Any], Any], Any]
+
+
+def _matmul(first: int) -> Work:
+    """Price of a product whose left matrix is tensor input `first`; leading dims of the output are a batch."""
+
+    def work(device: Device, dtype: str, _: OpCall, inputs: list[Any], outputs: list[Any], __: Any) -> Any:
+        left, right = _dims(inputs[first]), _dims(inputs[first + 1])
+        batch = left[0] if len(left) > 2 else 1.0
+        return matmul_seconds(device, dtype, batch, left[-2], right[-1], left[-1])
+
+    return work
+
+
+def _convolution(passes: int, image: int, weight: int) -> Work:
+    """Price of a convolution: `passes` times the forward's flops; `image` is the input that the filters slide over."""
+
+    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], moved: Any) -> Any:
+        transposed = bool(call.argument(6 if passes == 1 else 7, "transposed", False))
+        gradient = outputs[0] if passes == 1 else inputs[0]
+        spatial = inputs[image] if transposed else gradient
+        filters = _dims(inputs[weight])
+        per_position = np.prod(filters, axis=0) / filters[0]
+        return convolution_seconds(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved)
+
+    return work
+
+
+def _attention(direction: Any) -> Work:
+    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> Any:
+        start = 0 if direction == "forward" else 1
+        query, key = _dims(inputs[start]), _dims(inputs[start + 1])
+        batch = np.prod(query[:-3], axis=0) if len(query) > 3 else 1.0
+        return attention_seconds(
+            device, dtype, batch, query[-3], query[-2], key[-2], query[-1], direction=direction, key_value_heads=key[-3]
+        )
+
+    return work
+
+
+_WORK: dict[str, Work] = {
+    "aten.mm.default": _matmul(0),
+    "aten.bmm.default": _matmul(0),
+    "aten.addmm.default": _matmul(1),
+    "aten.baddbmm.default": _matmul(1),
+    "aten.convolution.default": _convolution(1, 0, 1),
+    "aten.convolution_backward.default": _convolution(2, 1, 2),
+    "autopar.attention.default": _attention("forward"),
+    "autopar.attention_backward.default": _attention("backward"),
+}

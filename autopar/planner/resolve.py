@@ -1,0 +1,61 @@
+"""A saved or edited plan against a program: every decision found again by its key, checked against the rules."""
+
+from __future__ import annotations
+
+from autopar.errors import PlanError
+from autopar.plan import Plan, PlanEntry
+from autopar.planner.build import PlanningProblem
+from autopar.planner.decisions import Decision
+from autopar.planner.make import program_hash
+from autopar.sharding.layout import format_layout
+from autopar.sharding.strategies import Strategy
+
+
+def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
+    """The choice that `plan` makes. Raises PlanError for a plan of another model or mesh, or a layout no rule allows."""
+    if plan.mesh_shape != planning.mesh_shape:
+        raise PlanError(
+            f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {planning.mesh_shape}",
+            fix="plan again for this mesh",
+        )
+    if plan.model_hash != program_hash(planning.program):
+        raise PlanError(
+            f"the plan is of another program ({plan.model_hash}, here {program_hash(planning.program)})",
+            fix="plan again: the model, the shapes of its inputs or train/eval mode differ",
+        )
+    entries = {entry.key: entry for entry in plan.entries}
+    by_name: dict[str, int] = {}
+    choice = []
+    for decision in planning.decisions:
+        pick = 0
+        if decision.kind == "gradient":
+            pick = by_name.get(decision.name, 0)
+        elif decision.key in entries:
+            pick = _find(decision, entries[decision.key])
+        elif len(decision.strategies) > 1 and decision.kind != "result":
+            raise PlanError(f"the plan does not decide {decision.key}", where=decision.where, fix="plan again")
+        if decision.kind == "parameter":
+            by_name[decision.name] = pick
+        choice.append(pick)
+    unknown = entries.keys() - {decision.key for decision in planning.decisions}
+    if unknown:
+        raise PlanError(f"the plan decides {sorted(unknown)[0]}, which this program does not have", fix="plan again")
+    return tuple(choice)
+
+
+def _find(decision: Decision, entry: PlanEntry) -> int:
+    for index, strategy in enumerate(decision.strategies):
+        inputs = strategy.inputs if decision.kind == "op" else ()
+        if strategy.outputs == entry.outputs and inputs == entry.inputs:
+            return index
+    options = sorted({_describe(decision, strategy) for strategy in decision.strategies})
+    shown = "; ".join(options[:12]) + ("; ..." if len(options) > 12 else "")
+    wanted = " ".join(map(format_layout, (*entry.inputs, *entry.outputs)))
+    raise PlanError(
+        f"{decision.key} cannot be laid out as {wanted}", where=decision.where, fix=f"its rules allow: {shown}"
+    )
+
+
+def _describe(decision: Decision, strategy: Strategy) -> str:
+    outputs = " ".join(map(format_layout, strategy.outputs))
+    return f"{' '.join(map(format_layout, strategy.inputs))} -> {outputs}" if decision.kind == "op" else outputs

@@ -1,0 +1,185 @@
+"""The plan as a table by module, folded over repeated layers; explanations and differences in plain words."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from autopar.folding import fold_keys
+from autopar.plan import MoveCost, Plan, PlanEntry
+from autopar.sharding.layout import format_layout
+
+WIDTH = 118
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.23 ms`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def bytes_text(bytes_: float) -> str:
+    """`1.23 GB`, SI."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if bytes_ >= scale:
+            return f"{bytes_ / scale:.3g} {unit}"
+    return f"{bytes_:.0f} B"
+
+
+def _render(*parts: object) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    for part in parts:
+        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def plan_text(plan: Plan) -> str:
+    """Totals, a table by module, the costliest decisions."""
+    return _render(_headline(plan), _module_table(plan), _memory_line(plan), _costliest(plan), *_remarks(plan))
+
+
+def _headline(plan: Plan) -> str:
+    mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
+    known = f", at most {plan.gap:.1%} above the best possible" if plan.bound > 0 else ""
+    return (
+        f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh}, hardware {plan.hardware}\n"
+        f"predicted step {seconds_text(plan.step_s)} (communication {seconds_text(plan.communication_s)}){known}; "
+        f"peak memory {bytes_text(plan.peak_bytes)} per rank"
+        + (f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else "")
+        + f"\nplacements by mesh axis ({', '.join(plan.axis_names)}): S0 shards dim 0, R replicates, P is a partial sum"
+    )
+
+
+def _module_table(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("module", "parameters", "output", "collectives", "time", "held"):
+        table.add_column(name, justify="right" if name in ("time", "held") else "left", overflow="fold")
+    for label, entries, copies in _modules(plan):
+        table.add_row(
+            label + (f"  x{copies}" if copies > 1 else ""),
+            "\n".join(f"{_own_name(entry)} {format_layout(entry.outputs[0])}" for entry in entries if entry.kind == "parameter"),
+            _output_layout(entries),
+            _collectives(move for entry in entries for move in entry.moves),
+            seconds_text(copies * sum(entry.seconds + sum(move.seconds for move in entry.moves) for entry in entries)),
+            bytes_text(sum(entry.bytes for entry in entries if entry.kind == "parameter")),
+        )
+    return table
+
+
+def _modules(plan: Plan) -> list[tuple[str, list[PlanEntry], int]]:
+    """(folded module path, entries of its first member, how many members)."""
+    by_module: dict[str, list[PlanEntry]] = defaultdict(list)
+    for entry in plan.entries:
+        by_module[entry.module or ("(inputs)" if entry.kind == "input" else "(model)")].append(entry)
+    signatures = {
+        module: tuple((_tail(entry), *entry.signature()) for entry in entries) for module, entries in by_module.items()
+    }
+    return [(text, by_module[members[0]], len(members)) for text, members in fold_keys(signatures).items()]
+
+
+def _tail(entry: PlanEntry) -> str:
+    return entry.key.rpartition("/")[2] if entry.kind == "op" else _own_name(entry)
+
+
+def _own_name(entry: PlanEntry) -> str:
+    return entry.key.rpartition(".")[2]
+
+
+def _output_layout(entries: Sequence[PlanEntry]) -> str:
+    forward = [entry for entry in entries if entry.kind == "op" and ".backward" not in entry.key]
+    if forward:
+        return format_layout(forward[-1].outputs[0])
+    inputs = [entry for entry in entries if entry.kind in ("input", "tangent")]
+    return "\n".join(f"{entry.key.partition(':')[2]} {format_layout(entry.outputs[0])}" for entry in inputs)
+
+
+def _collectives(moves: Iterable[MoveCost]) -> str:
+    totals: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for move in moves:
+        if move.collective != "slice":
+            number, bytes_ = totals[move.collective, move.axis]
+            totals[move.collective, move.axis] = (number + 1, bytes_ + move.bytes)
+    return "\n".join(
+        f"{number} {collective} axis {axis} {bytes_text(bytes_)}" for (collective, axis), (number, bytes_) in totals.items()
+    )
+
+
+def _memory_line(plan: Plan) -> str:
+    kinds = sorted(plan.memory.items(), key=lambda item: -item[1])
+    note = "" if plan.optimizer != "none" else "; no optimizer= was named, so its state is not counted"
+    return "memory at the peak: " + ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in kinds if bytes_) + note
+
+
+def _costliest(plan: Plan) -> str:
+    """The three folded decisions that take the most time."""
+    by_key = {entry.key: entry for entry in plan.entries}
+    totals = []
+    for text, members in fold_keys({entry.key: entry.signature() for entry in plan.entries}).items():
+        entries = [by_key[key] for key in members]
+        total = sum(entry.seconds + sum(move.seconds for move in entry.moves) for entry in entries)
+        totals.append((total, text, entries))
+    totals.sort(key=lambda item: -item[0])
+    lines = ["costliest decisions:"]
+    for total, text, entries in totals[:3]:
+        moved = sum(move.seconds for entry in entries for move in entry.moves)
+        layouts = " ".join(map(format_layout, entries[0].outputs))
+        lines.append(f"  {seconds_text(total)}  {text} -> {layouts}" + (f", {seconds_text(moved)} of it moves" if moved else ""))
+    return "\n".join(lines)
+
+
+def _remarks(plan: Plan) -> list[str]:
+    lines = []
+    if len(plan.alternatives) > 1:
+        others = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in sorted(plan.alternatives.items(), key=lambda item: item[1]))
+        lines.append(f"plans compared: {others}")
+    return lines + [f"note: {note}" for note in plan.notes]
+
+
+def explain_entries(plan: Plan, pattern: str) -> str:
+    """One paragraph per folded entry that matches."""
+    matched = plan.matching(pattern)
+    if not matched:
+        return f"nothing in the plan matches {pattern!r}"
+    by_key = {entry.key: entry for entry in matched}
+    lines = []
+    for text, members in fold_keys({entry.key: entry.signature() for entry in matched}).items():
+        entry = by_key[members[0]]
+        reads = " ".join(map(format_layout, entry.inputs))
+        writes = " ".join(map(format_layout, entry.outputs))
+        lines.append(f"{text}: " + (f"reads {reads}, gives {writes}" if entry.kind == "op" else f"is laid out {writes}"))
+        lines.append(f"  {seconds_text(entry.seconds)} each, {bytes_text(entry.bytes)} on the largest rank")
+        lines.extend(
+            f"  before it: {move.collective} over axis {plan.axis_names[move.axis]}, {bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
+            for move in entry.moves
+        )
+        if entry.where:
+            lines.append(f"  from {entry.where}")
+    return "\n".join(lines)
+
+
+def diff_plans(left: Plan, right: Plan) -> str:
+    """Totals of both, then the folded entries that differ."""
+    lines = [
+        f"step {seconds_text(left.step_s)} -> {seconds_text(right.step_s)}, "
+        f"peak {bytes_text(left.peak_bytes)} -> {bytes_text(right.peak_bytes)}"
+    ]
+    ours, theirs = ({entry.key: entry for entry in plan.entries} for plan in (left, right))
+    changed = {
+        key: (*ours[key].signature(), "=>", *theirs[key].signature())
+        for key in ours
+        if key in theirs and ours[key].signature() != theirs[key].signature()
+    }
+    for text, members in fold_keys(changed).items():
+        sides = [" ".join(plan[members[0]].signature()[1:]) for plan in (ours, theirs)]
+        lines.append(f"  {text}: {sides[0]}  =>  {sides[1]}")
+    only = sorted((ours.keys() | theirs.keys()) - (ours.keys() & theirs.keys()))
+    lines.extend(f"  {key}: only in one of the plans" for key in only)
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  the decisions are the same"])

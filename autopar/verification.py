@@ -1,0 +1,198 @@
+"""verify(): the emitted program against the single-device one, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
+
+TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
+LOW_PRECISION = (2e-2, 5e-2)  # bf16 and fp16: sums are rounded in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One tensor: the largest difference, relative to the largest magnitude of the expected tensor."""
+
+    name: str
+    kind: str  # output, gradient or buffer
+    relative_error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.relative_error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far the distributed program is from the single-device one."""
+
+    comparisons: tuple[Comparison, ...]
+    reference: str  # what the expected values came from
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is within its tolerance."""
+        return all(item.ok for item in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        return max(self.comparisons, key=lambda item: item.relative_error / item.tolerance)
+
+    @property
+    def worst_tensor(self) -> str:
+        return self.worst.name
+
+    @property
+    def worst_relative_error(self) -> float:
+        return self.worst.relative_error
+
+    @property
+    def table(self) -> str:
+        """Every tensor with its error, worst first."""
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("tensor", "kind", "relative error", "tolerance", ""):
+            table.add_column(name, overflow="fold")
+        for item in sorted(self.comparisons, key=lambda item: -item.relative_error / item.tolerance):
+            table.add_row(item.name, item.kind, f"{item.relative_error:.2e}", f"{item.tolerance:.0e}", "ok" if item.ok else "WRONG")
+        console = Console(file=io.StringIO(), width=118, color_system=None)
+        console.print(table)
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    def __str__(self) -> str:
+        verdict = "verified" if self.ok else "NOT EQUAL"
+        return (
+            f"{verdict}: {len(self.comparisons)} tensors against {self.reference}; worst {self.worst_tensor} "
+            f"with a relative error of {self.worst_relative_error:.2e}"
+        )
+
+
+@dataclass(frozen=True)
+class Values:
+    """Results of one training step, full tensors by name."""
+
+    outputs: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """max |actual - expected| / max |expected|; not-a-number and infinity must stand in the same places."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    finite = torch.isfinite(expected)
+    if not torch.equal(torch.isfinite(actual), finite) or not torch.equal(
+        actual[~finite].nan_to_num(), expected[~finite].nan_to_num()
+    ):
+        return float("inf")
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    left, right = actual[finite].to(wide), expected[finite].to(wide)
+    if not right.numel():
+        return 0.0
+    scale = float(right.abs().max())
+    difference = float((left - right).abs().max())
+    return difference / scale if scale > 0 else (0.0 if difference == 0 else difference)
+
+
+def compare(actual: Values, expected: Values, *, reference: str, tolerance: float | None = None) -> Report:
+    """Every output, gradient and buffer of `expected` against `actual`."""
+    comparisons = []
+    for kind, index in (("outputs", 0), ("gradients", 1), ("buffers", 0)):
+        wanted, found = getattr(expected, kind), getattr(actual, kind)
+        for name in sorted(wanted.keys() | found.keys()):
+            if name in wanted and name in found:
+                error = relative_error(found[name].detach().cpu(), wanted[name].detach().cpu())
+            else:
+                error = float("inf")
+            limits = TOLERANCES.get(wanted[name].dtype if name in wanted else torch.float32, LOW_PRECISION)
+            comparisons.append(Comparison(name, kind[:-1], error, tolerance or limits[index]))
+    return Report(tuple(comparisons), reference)
+
+
+def is_random(program: Program) -> bool:
+    """Whether any op draws random numbers: then eager PyTorch's masks are not those of the program."""
+    seeds = [node for item, node in zip(program.inputs, _placeholders(program), strict=True) if item.kind is InputKind.SEED]
+    return any(node.users for node in seeds)
+
+
+def _placeholders(program: Program) -> list[torch.fx.Node]:
+    return [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+    """One step of a copy of the model as PyTorch runs it, differentiated where the program is."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    result = twin(*args, **kwargs)
+    leaves = torch.utils._pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    outputs = [output for output in program.outputs if output.kind in (OutputKind.LOSS, OutputKind.OUTPUT)]
+    roots = [tensor for output, tensor in zip(outputs, tensors, strict=True) if output.differentiable]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    gradients = {name: item.grad for name, item in twin.named_parameters() if item.grad is not None}
+    written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
+    buffers = {name: item for name, item in twin.named_buffers() if name in written}
+    return Values({output.name: item for output, item in zip(outputs, tensors, strict=True)}, gradients, buffers)
+
+
+def traced_values(
+    model: nn.Module, program: Program, inputs: Mapping[str, torch.Tensor], seed: int
+) -> Values:
+    """One step of the captured program in full, on one device: what random models are compared with."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = []
+    for item, node in zip(program.inputs, _placeholders(program), strict=True):
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            values.append(state[item.name].detach())
+        elif item.kind is InputKind.INPUT:
+            values.append(inputs[item.name].detach())
+        elif item.kind is InputKind.CONSTANT:
+            values.append(program.constants[item.name])
+        elif item.kind is InputKind.SEED:
+            values.append(torch.tensor(seed, dtype=torch.int64))
+        else:
+            spec = node.meta["val"]
+            values.append(torch.ones(spec.shape, dtype=spec.dtype))
+    with torch.no_grad():
+        results = program.graph_module(*values)
+    found: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "gradients": {}, "buffers": {}}
+    for output, value in zip(program.outputs, results, strict=True):
+        holder = {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "buffers"}.get(output.kind, "outputs")
+        found[holder][output.name] = value
+    return Values(**found)
+
+
+def full_values(pmodel: nn.Module, program: Program, result: Any) -> Values:
+    """Backward from the result of a parallel module's call, then everything gathered."""
+    leaves = torch.utils._pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+    names = [output.name for output in program.outputs]
+    marked = zip(program.output_leaves, leaves, strict=True)
+    outputs = {names[mark.index]: leaf for mark, leaf in marked if isinstance(mark, LeafIndex)}
+    roots = [outputs[item.name] for item in program.outputs if item.differentiable]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    gradients = {name: _full(item.grad) for name, item in pmodel.named_parameters() if item.grad is not None}
+    written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
+    buffers = {name: _full(item) for name, item in pmodel.named_buffers() if name in written}
+    return Values({name: _full(value) for name, value in outputs.items()}, gradients, buffers)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
