@@ -1,0 +1,98 @@
+"""Moves on the edges whose two ends disagree about the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.passes.copy_graph import copy_graph
+from autopar.passes.moves import move
+from autopar.sharding.assignment import Assignment, is_getitem
+from autopar.sharding.layout import Layout, format_layout
+from autopar.sharding.reshard import effective_layout
+
+INHERITED_META = ("stack_trace", "where", "nn_module_stack", "module", "phase")
+
+
+def insert_moves(gm: fx.GraphModule, assignment: Assignment) -> fx.GraphModule:
+    """Insert a `move` on every edge whose reader needs another layout than its producer makes.
+
+    Invariant: each value keeps its meaning; only where it lives changes.
+    Ensures: no edge disagrees with `assignment`, graph outputs included. Readers of one phase that need the same layout
+    share one move, right before the first of them; a value that both phases gather is gathered in both.
+    """
+    gm = copy_graph(gm)
+    inserter = _Inserter(assignment)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and not is_getitem(node):
+            inserter.move_inputs(node)
+        elif node.op == "output":
+            inserter.move_results(node)
+    return gm
+
+
+@dataclass
+class _Inserter:
+    assignment: Assignment
+    moves: dict[tuple[fx.Node, Layout, str], fx.Node] = field(default_factory=dict)
+
+    def move_inputs(self, reader: fx.Node) -> None:
+        """Give one op every tensor in the layout that its strategy demands."""
+        wanted = iter(self.assignment.strategies[reader.name].inputs)
+
+        def moved(value: fx.Node) -> fx.Node:
+            return self._carry(value, next(wanted), reader, before=reader)
+
+        reader.args, reader.kwargs = _map_nodes(reader.args, moved), _map_nodes(reader.kwargs, moved)
+
+    def move_results(self, output: fx.Node) -> None:
+        """Give the graph every result in the layout in which it leaves; a result moves as soon as it exists."""
+        wanted = iter(self.assignment.outputs)
+        elements = []
+        for value in output.args[0]:  # type: ignore[union-attr]
+            layout = next(wanted)
+            if layout is not None and isinstance(value, fx.Node):
+                value = self._carry(value, layout, value, before=_after(value))
+            elements.append(value)
+        output.args = (tuple(elements),)
+
+    def _carry(self, value: fx.Node, target: Layout, reader: fx.Node, *, before: fx.Node) -> fx.Node:
+        source = self.assignment.layout_of(value)
+        mesh_shape = self.assignment.mesh_shape
+        if effective_layout(source, mesh_shape) == effective_layout(target, mesh_shape):
+            return value
+        key = (value, effective_layout(target, mesh_shape), reader.meta.get("phase", "forward"))
+        if key not in self.moves:
+            with value.graph.inserting_before(before):
+                node = value.graph.call_function(move, (value, format_layout(source), format_layout(target)))
+            node.meta.update({name: reader.meta[name] for name in INHERITED_META if name in reader.meta})
+            node.meta.update({"val": value.meta["val"], "pass": "insert_moves"})
+            self.moves[key] = node
+        return self.moves[key]
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The first place where a reader of `node` may stand: placeholders stay together."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def _map_nodes(value: Any, function: Callable[[fx.Node], fx.Node]) -> Any:
+    """`value` with `function` applied to every node, in the order in which `OpCall.inputs` counts tensors."""
+    if isinstance(value, fx.Node):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_nodes(item, function) for item in value)
+    if isinstance(value, dict):
+        return {name: _map_nodes(item, function) for name, item in value.items()}
+    return value
+
+
+def moves_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The moves of a graph, in order."""
+    return (node for node in gm.graph.nodes if node.target is move)
