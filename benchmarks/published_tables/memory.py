@@ -39,6 +39,7 @@ def compare(folder: Path, *, fitted_half: slice) -> Iterator[Table]:
 
 
 def _grid(rows: list[dict[str, str]], fitted_half: slice) -> Table:
+    rows = [row for row in rows if row["peak_alloc_mib"].strip()]
     fitted = set(range(len(rows))[fitted_half])
     made = []
     for index, row in enumerate(rows):
@@ -58,7 +59,9 @@ def _modes(data: dict[str, Any]) -> Table:
     configs = {item["model"]: item for item in data["table3_configs"]}
     made = []
     for model, values in published.items():
-        config = configs[model]
+        config = configs.get(model)
+        if config is None:
+            continue
         sizes = {"seq": 2048, "batch": config["micro_batch"], "hidden": config["hidden"], "heads": config["heads"],
                  "tensor": config["tp"]}  # fmt: skip
         whole = layer_activation_bytes("tensor", **sizes)

@@ -138,14 +138,22 @@ def torchtitan(row: Cells, fit: Constants) -> tuple[float, float]:
     software = _titan_software(row, fit)
     shape = LLAMA[row["model"]](int(row["seq"]))
     sizes = {name: int(number(row, name, 1)) for name in ("fsdp", "tp", "pp", "cp", "local_batch")}
-    microbatches = sizes["local_batch"] if sizes["pp"] > 1 else 1
-    plan = TransformerPlan(sizes["fsdp"], sizes["tp"], sizes["pp"], sizes["cp"], sizes["local_batch"] // microbatches,
-                           microbatches, storage="fsdp", recompute=TITAN_RECOMPUTE[row["ac"]],
-                           tensor_mode="sequence")  # fmt: skip
-    step_s = step_time(shape, plan, profile, software).total_s
-    return float(row["tps_per_gpu"]), sizes["local_batch"] * shape.seq / step_s / (
-        sizes["tp"] * sizes["pp"] * sizes["cp"]
+    microbatches = min(sizes["local_batch"], 2 * sizes["pp"]) if sizes["pp"] > 1 else 1
+    plan = TransformerPlan(
+        data=sizes["fsdp"],
+        tensor=sizes["tp"],
+        pipeline=sizes["pp"],
+        context=sizes["cp"],
+        microbatch=sizes["local_batch"] // microbatches,
+        microbatches=microbatches,
+        chunks=2 if "interleaved" in row["schedule"].lower() else 1,
+        storage="fsdp",
+        recompute=TITAN_RECOMPUTE[row["ac"]],
+        tensor_mode="sequence",
     )
+    step_s = step_time(shape, plan, profile, software).total_s
+    ranks_per_sample = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    return float(row["tps_per_gpu"]), sizes["local_batch"] * shape.seq / step_s / ranks_per_sample
 
 
 def _titan_software(row: Cells, fit: Constants) -> Software:
@@ -204,14 +212,19 @@ class Runs:
     mean_target: float | None = None
     worst_target: float | None = None
     rank_target: float | None = None
+    measured: str = ""  # the column without which a row says nothing
+    known: Callable[[Cells], bool] = lambda row: True
 
 
 RUNS = (
-    Runs("Megatron PTD-P Table 1", "megatron_ptdp_table1.csv", megatron, ("params_b", "tp", "pp", "gpus"), 0.10, 0.15),
-    Runs("MosaicML MPT", "mosaic_mpt_fsdp.csv", mosaic, ("gpu", "model", "seq", "gpus", "precision"), 0.15),
-    Runs("torchtitan", "torchtitan_perf.csv", torchtitan, ("model", "gpu", "tp", "pp", "cp", "ac", "float8"), 0.15),
+    Runs("Megatron PTD-P Table 1", "megatron_ptdp_table1.csv", megatron, ("params_b", "tp", "pp", "gpus"), 0.10, 0.15,
+         measured="tflops_per_gpu"),
+    Runs("MosaicML MPT", "mosaic_mpt_fsdp.csv", mosaic, ("gpu", "model", "seq", "gpus", "precision"), 0.15,
+         measured="tokens_per_s_per_gpu", known=lambda row: row["model"] in MPT),
+    Runs("torchtitan", "torchtitan_perf.csv", torchtitan, ("model", "gpu", "tp", "pp", "cp", "ac", "float8"), 0.15,
+         measured="tps_per_gpu", known=lambda row: row["model"] in LLAMA and row["ac"] in TITAN_RECOMPUTE),
     Runs("nanotron 1B grid, time", "nanotron_llama1b_grid.csv", nanotron, ("gpus", "dp", "tp", "pp", "microbatch"),
-         rank_target=0.9),
+         rank_target=0.9, measured="iter_s_steady"),
 )  # fmt: skip
 
 
@@ -223,6 +236,7 @@ def compare(folder: Path, fit: Constants, *, fitted_half: slice) -> Iterator[Tab
 
 
 def _table(runs: Runs, rows: list[Cells], fit: Constants, fitted_half: slice) -> Table:
+    rows = [row for row in rows if row[runs.measured].strip() and runs.known(row)]
     fitted = set(range(len(rows))[fitted_half])
     made = []
     for index, row in enumerate(rows):

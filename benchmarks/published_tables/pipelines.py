@@ -1,0 +1,66 @@
+"""Bubble rates of zero_bubble.csv from its own T_F, T_B, T_W and T_comm: nothing is fitted here.
+
+1F1B, ZB-H1 and ZB-H2 by closed formula, interleaved 1F1B and ZB-2p by simulating their action lists. The first and
+last stage hold one block less than the others, so the chunks of a rank are (layers + 2) / ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopar.cost_models.pipeline import (
+    StageTimes,
+    bubble_rate,
+    closed_step_seconds,
+    interleaved,
+    longest_rank_seconds,
+    one_forward_one_backward,
+    simulate_schedule,
+)
+from autopar.cost_models.zero_bubble import ZeroBubbleMemory, zero_bubble
+from published_tables.comparison import Claim, Row, Table, read_rows
+
+FILE = "zero_bubble.csv"
+SCHEDULES = ("1F1B", "1F1B simulated", "1F1B-I", "ZB-H1", "ZB-H2", "ZB-2p")
+
+
+def compare(folder: Path) -> Iterator[Table]:
+    """The bubble rates of every row of the five schedules."""
+    if not (folder / FILE).is_file():
+        return
+    made: dict[str, list[Row]] = {name: [] for name in SCHEDULES}
+    for row in read_rows(folder / FILE):
+        label = f"{row['model']} p={row['stages_p']} m={row['m']} {row['schedule']}"
+        published = float(row["bubble_rate"])
+        if row["schedule"] in made:
+            made[row["schedule"]].append(Row(label, published, _rate(row, row["schedule"])))
+        if row["schedule"] == "1F1B":
+            made["1F1B simulated"].append(Row(label, published, _rate(row, "1F1B simulated")))
+    claims = tuple(
+        Claim(f"bubble rate, {name}", "worst difference", _worst_difference(rows), 0.01, len(rows))
+        for name, rows in made.items()
+        if rows
+    )
+    yield Table("zero-bubble paper's bubble rates", tuple(row for rows in made.values() for row in rows), claims)
+
+
+def _worst_difference(rows: list[Row]) -> float:
+    return max(abs(row.predicted - row.measured) for row in rows)
+
+
+def _rate(row: dict[str, str], schedule: str) -> float:
+    ranks, microbatches = int(row["stages_p"]), int(row["m"])
+    times = StageTimes(*(1e-3 * float(row[name]) for name in ("T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")))
+    closed = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
+    if schedule in closed:
+        step_s = closed_step_seconds(closed[schedule], ranks, microbatches, times)
+        return bubble_rate(step_s, microbatches, times)
+    if schedule == "1F1B simulated":
+        actions = one_forward_one_backward(ranks, microbatches)
+    elif schedule == "1F1B-I":
+        actions = interleaved(ranks, microbatches, (int(row["layers"]) + 2) // ranks)
+    else:
+        share = 32 / (34 + 5 * int(row["heads"]) * int(row["seq"]) / int(row["hidden"]))  # Qi et al., section 3.1
+        actions = zero_bubble(ranks, microbatches, times, ZeroBubbleMemory(2 * ranks, share))
+    return bubble_rate(longest_rank_seconds(simulate_schedule(actions, times)), microbatches, times)
