@@ -24,7 +24,6 @@ from autopar.sharding.layout import Layout, chunk, shard_dim
 from autopar.sharding.op_call import OpCall, call_of
 from autopar.sharding.strategies import Strategy
 
-
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

@@ -32,13 +32,11 @@ SIZE_POSITIONS: dict[str, int] = {
             aten._upsample_bicubic2d_aa_backward.default aten._upsample_nearest_exact2d_backward.default"""),
         2,
     ),
-    "aten.value_selecting_reduction_backward.default": 3,
 }
 # reshapes: their local result is a view of the shard in the local size, whatever the arguments were
 RESHAPES = names("""
-    aten.view.default aten._unsafe_view.default aten.reshape.default aten.view_copy.default aten._reshape_alias.default
-    aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.dim aten.flatten.using_ints
-    aten.unflatten.int
+    aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default
+    aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.dim
 """)
 
 

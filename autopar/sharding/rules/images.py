@@ -12,17 +12,17 @@ from autopar.sharding.rules.placing import SUM, RuleTable, place, result, summab
 
 # ops by the number of their spatial dims; those in LINEAR also let partial sums through in argument 0
 SPATIAL: dict[int, str] = {
-    1: """max_pool1d_with_indices avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d
+    1: """ upsample_nearest1d
         upsample_linear1d upsample_nearest1d_backward upsample_linear1d_backward reflection_pad1d
         reflection_pad1d_backward replication_pad1d replication_pad1d_backward""",
-    2: """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward adaptive_avg_pool2d
+    2: """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
         _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
         upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward
         upsample_bicubic2d upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
         _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d
         _upsample_nearest_exact2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d
         replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward""",
-    3: """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward adaptive_avg_pool3d
+    3: """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
         _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
         upsample_nearest3d upsample_nearest3d_backward upsample_trilinear3d upsample_trilinear3d_backward
         reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward max_unpool3d""",

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
 from autopar.sharding.rules.placing import (
@@ -137,14 +138,13 @@ class Indexed:
         for position, dim in enumerate(kept):
             yield dim, position + (len(self.shape) if position >= self.first else 0)
 
-    def index_placements(self, dim: int) -> tuple[Placement, ...] | None:
-        """Placements of the index tensors when dim `dim` of their broadcast is cut; None where one is broadcast."""
+    def index_placements(self, dim: int) -> tuple[Placement, ...]:
+        """Placements of the index tensors when dim `dim` of their broadcast is cut."""
         offsets = [dim - (len(self.shape) - len(index.shape)) for index in self.indices]
-        if all(
-            own >= 0 and index.shape[own] == self.shape[dim] for own, index in zip(offsets, self.indices, strict=True)
-        ):
-            return tuple(map(Shard, offsets))
-        return None
+        return tuple(
+            Shard(own) if own >= 0 and index.shape[own] == self.shape[dim] else REPLICATE
+            for own, index in zip(offsets, self.indices, strict=True)
+        )
 
 
 def _broadcast(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -169,10 +169,8 @@ def index(call: OpCall) -> Iterator[Rule]:
     for dim, target in geometry.bystanders():
         yield place(call, {0: Shard(dim)}, Shard(target))
     for dim in range(len(geometry.shape)):
-        placements = geometry.index_placements(dim)
-        if placements is not None and geometry.shape[dim] > 1:
-            first = place(call, {}, Shard(geometry.first + dim))
-            yield Rule((first.inputs[0], *placements), first.outputs)
+        if geometry.shape[dim] > 1:
+            yield Rule((REPLICATE, *geometry.index_placements(dim)), (Shard(geometry.first + dim),))
     if summable(result(call)):
         yield place(call, {0: SUM}, SUM)
         if len(geometry.indices) == 1:
@@ -191,9 +189,9 @@ def index_put(call: OpCall) -> Iterator[Rule]:
         return
     yield place(call, {0: SUM, 2: SUM}, SUM)
     for dim in range(len(geometry.shape)):
-        placements, target = geometry.index_placements(dim), geometry.first + dim
-        if placements is not None and geometry.shape[dim] == values.shape[target]:
-            yield Rule((SUM, *placements, Shard(target)), (SUM,))
+        target = geometry.first + dim
+        if 1 < geometry.shape[dim] == values.shape[target]:
+            yield Rule((SUM, *geometry.index_placements(dim), Shard(target)), (SUM,))
 
 
 _SCATTERS: dict[str, Callable[[OpCall], Iterator[Rule]]] = {

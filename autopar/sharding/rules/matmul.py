@@ -44,16 +44,6 @@ def _operands(call: OpCall, dim: int) -> dict[Any, Placement]:
     return {2: Shard(len(right) - 1)}
 
 
-def linear(call: OpCall) -> Iterator[Rule]:
-    """`linear(input, weight, bias)`: leading dims of the input, output features, input features without a bias."""
-    rank = len(result(call).shape)
-    for dim in range(len(required_tensor_at(call, 0).shape) - 1):
-        yield place(call, {0: Shard(dim)}, Shard(dim))
-    yield place(call, {1: Shard(0), 2: Shard(0)}, Shard(rank - 1))
-    if len(call.inputs) == 2:
-        yield place(call, {0: Shard(rank - 1), 1: Shard(1)}, SUM)
-
-
 def outer_sum(call: OpCall) -> Iterator[Rule]:
     """`addr(bias, rows, columns)`."""
     yield place(call, {0: _bias(call, 0), 1: Shard(0)}, Shard(0))
@@ -66,10 +56,8 @@ RULES: RuleTable = {
     "aten.mv.default": "mk,k->m",
     "aten.dot.default": "k,k->",
     "aten.vdot.default": "k,k->",
-    "aten.ger.default": "m,n->mn",
     "aten.addmm.default": biased,
     "aten.addmv.default": biased,
     "aten.baddbmm.default": biased,
     "aten.addr.default": outer_sum,
-    "aten.linear.default": linear,
 }

@@ -79,8 +79,8 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 def wrap_dims(dims: Any, rank: int) -> tuple[int, ...]:
-    """Dims of a reduction counted from the front; None or an empty list means all of them."""
-    if dims is None or dims == ():
+    """Dims of a reduction counted from the front; None or an empty list means all of them. A scalar has none."""
+    if dims is None or dims == () or not rank:
         return tuple(range(rank))
     listed = dims if isinstance(dims, tuple) else (dims,)
     return tuple(wrap_dim(dim, rank) for dim in listed)

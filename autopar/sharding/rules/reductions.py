@@ -13,10 +13,8 @@ from autopar.sharding.rules.placing import (
     MIN,
     SUM,
     RuleTable,
-    long_dims,
     names,
     place,
-    result,
     summable,
     wrap_dim,
     wrap_dims,
@@ -47,6 +45,10 @@ def reduction(
             yield place(call, {0: Shard(dim)}, partial, form=form)
 
 
+def _is_linear(call: OpCall) -> bool:
+    return call.name.startswith(("aten.sum.", "aten.mean."))
+
+
 def over_dims(partial: Partial | None, form: str = "", position: int = 1) -> Callable[[OpCall], Iterator[Rule]]:
     """Rules of `op(self, ..., dim, keepdim)` with `dim` at `position`: one dim, several, or None for all."""
 
@@ -54,7 +56,7 @@ def over_dims(partial: Partial | None, form: str = "", position: int = 1) -> Cal
         reduced = wrap_dims(call.argument(position, "dim", None), len(call.inputs[0].shape))
         keepdim = bool(call.argument(position + 1, "keepdim", False))
         yield from reduction(call, reduced, keepdim=keepdim, partial=partial, form=form)
-        if partial == SUM and summable(call.inputs[0]):
+        if _is_linear(call):
             yield from passing_sums(call)
 
     return rules
@@ -66,7 +68,7 @@ def over_all(partial: Partial | None, form: str = "") -> Callable[[OpCall], Iter
     def rules(call: OpCall) -> Iterator[Rule]:
         everything = tuple(range(len(call.inputs[0].shape)))
         yield from reduction(call, everything, keepdim=False, partial=partial, form=form)
-        if partial == SUM and summable(call.inputs[0]):
+        if _is_linear(call):
             yield from passing_sums(call)
 
     return rules
@@ -119,21 +121,6 @@ def top_values(call: OpCall) -> Iterator[Rule]:
     return _without_sums(keep_dims(call, (call.argument(2, "dim", -1),)))
 
 
-def spread_selected(call: OpCall) -> Iterator[Rule]:
-    """`value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim)`."""
-    rank = len(result(call).shape)
-    if not rank:
-        return
-    gone = wrap_dim(call.args[1], rank)
-    keepdim = bool(call.args[4])
-    for dim in long_dims(result(call)):
-        if dim == gone:
-            continue
-        small = dim if keepdim else dim - (dim > gone)
-        yield place(call, {0: Shard(small), 2: Shard(small)}, Shard(dim))
-    yield place(call, {0: SUM}, SUM)
-
-
 RULES: RuleTable = {
     "aten.sum.dim_IntList": over_dims(SUM),
     "aten.sum.default": over_all(SUM),
@@ -172,9 +159,6 @@ RULES: RuleTable = {
     ),
     "aten.cumsum.default": linear_along,
     "aten.sort.default": sort,
-    "aten.argsort.default": sort,
     "aten.sort.stable": stable_sort,
-    "aten.argsort.stable": stable_sort,
     "aten.topk.default": top_values,
-    "aten.value_selecting_reduction_backward.default": spread_selected,
 }

@@ -266,10 +266,10 @@ def view_dtype(call: OpCall) -> Iterator[Rule]:
 RULES: RuleTable = {
     **dict.fromkeys(
         names("""
-    aten.view.default aten._unsafe_view.default aten.reshape.default aten.view_copy.default
+    aten.view.default aten._unsafe_view.default aten.view_copy.default
     aten._reshape_alias.default aten._reshape_copy.default aten.unsqueeze.default aten.squeeze.default
-    aten.squeeze.dim aten.squeeze.dims aten.flatten.using_ints aten.unsqueeze_copy.default
-    aten.squeeze_copy.dim aten.unflatten.int
+    aten.squeeze.dim aten.squeeze.dims aten.unsqueeze_copy.default
+    aten.squeeze_copy.dim
 """),
         reshape,
     ),
@@ -288,10 +288,8 @@ RULES: RuleTable = {
     "aten.split.Tensor": split,
     "aten.split_with_sizes.default": split,
     "aten.split_with_sizes_copy.default": split,
-    "aten.chunk.default": split,
     "aten.slice.Tensor": cut_dim,
     "aten.slice_copy.Tensor": cut_dim,
-    "aten.narrow.default": unfold,
     "aten.slice_backward.default": slice_backward,
     "aten.select_backward.default": select_backward,
     "aten.slice_scatter.default": slice_scatter,
