@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.capture.replacements.attention import ATTENTION_REPLACEMENTS
+from autopar.capture.replacements.checks import CHECK_REPLACEMENTS
 from autopar.capture.replacements.draw import Draw
+from autopar.capture.replacements.loss import LOSS_REPLACEMENTS
 from autopar.capture.replacements.normalization import NORMALIZATION_REPLACEMENTS
 from autopar.capture.replacements.randomness import RANDOM_REPLACEMENTS
 from autopar.capture.replacements.recurrent import RECURRENT_REPLACEMENTS
@@ -18,6 +20,8 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **ATTENTION_REPLACEMENTS,
     **NORMALIZATION_REPLACEMENTS,
     **RECURRENT_REPLACEMENTS,
+    **LOSS_REPLACEMENTS,
+    **CHECK_REPLACEMENTS,
 }
 
 

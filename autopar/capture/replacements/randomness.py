@@ -286,6 +286,19 @@ def rrelu(
     return input.copy_(result) if inplace else result
 
 
+def fractional_pool(function: Callable[..., Any], spatial_dims: int) -> Callable[..., Any]:
+    """The replacement of a fractional max pool: it draws where its windows start."""
+
+    def replacement(draw: Draw, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("_random_samples") is not None:
+            return NotImplemented
+        batch = input.shape[0] if input.dim() == spatial_dims + 2 else 1
+        samples = draw.uniform((batch, input.shape[-spatial_dims - 1], spatial_dims), input.dtype)
+        return function(input, *args, **{**kwargs, "_random_samples": samples})
+
+    return replacement
+
+
 def refused(name: str) -> Callable[..., Any]:
     """The replacement of a sampler that has no form of fixed cost."""
 
@@ -348,6 +361,10 @@ RANDOM_REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.random_: random_,
     F.rrelu: rrelu,
     torch.rrelu: rrelu,
+    F.fractional_max_pool2d: fractional_pool(F.fractional_max_pool2d, 2),
+    F.fractional_max_pool2d_with_indices: fractional_pool(F.fractional_max_pool2d_with_indices, 2),
+    F.fractional_max_pool3d: fractional_pool(F.fractional_max_pool3d, 3),
+    F.fractional_max_pool3d_with_indices: fractional_pool(F.fractional_max_pool3d_with_indices, 3),
     torch.poisson: refused("torch.poisson"),
     torch.binomial: refused("torch.binomial"),
     torch._standard_gamma: refused("the gamma distribution"),

@@ -110,6 +110,18 @@ def scan(weights: tuple[int, ...]) -> Callable[[OpCall], Iterator[Rule]]:
     return rules
 
 
+def ctc_loss(call: OpCall) -> Iterator[Rule]:
+    """(log_probs, targets, input_lengths, target_lengths, ...) -> (loss, alpha): the batch, of padded targets."""
+    if len(required_tensor_at(call, 1).shape) == 2:
+        yield place(call, {0: Shard(1), 1: Shard(0), 2: Shard(0), 3: Shard(0)}, Shard(0))
+
+
+def ctc_loss_backward(call: OpCall) -> Iterator[Rule]:
+    """(grad, log_probs, targets, input_lengths, target_lengths, loss, alpha, ...) -> grad_log_probs."""
+    if len(required_tensor_at(call, 2).shape) == 2:
+        yield place(call, {**dict.fromkeys(range(7), Shard(0)), 1: Shard(1)}, Shard(1))
+
+
 RULES: RuleTable = {
     "autopar.attention.default": attention,
     "autopar.attention_backward.default": attention_backward,
@@ -121,6 +133,8 @@ RULES: RuleTable = {
     "autopar.batch_norm_apply.default": batch_norm_apply,
     "autopar.batch_norm_backward_sums.default": batch_norm_backward_sums,
     "autopar.batch_norm_backward_apply.default": batch_norm_backward_apply,
+    "autopar.ctc_loss.default": ctc_loss,
+    "autopar.ctc_loss_backward.default": ctc_loss_backward,
     "autopar.lstm_scan.default": scan(weights=(3,)),
     "autopar.lstm_scan_backward.default": scan(weights=(5,)),
     "autopar.gru_scan.default": scan(weights=(2, 3)),
