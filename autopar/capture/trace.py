@@ -17,6 +17,7 @@ from autopar.capture.assemble import Interface, assemble
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program, ProgramOutput
+from autopar.capture.replacements.normalization import traceable_batch_norms
 from autopar.errors import AutoparError, CaptureError, DataDependentError, NoParametersError
 from autopar.source import raising_line
 from autopar.torch_compat import (
@@ -166,7 +167,7 @@ class _Trace:
         queue = iter(inputs)
         flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
         args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
-        with self.observer.watching_modules(), self.observer:
+        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer:
             result = functional_call(self.model, state, args, kwargs)
             leaves = self._note_outputs(result)
             values = leaves + self._reassigned_buffers(before, state)
