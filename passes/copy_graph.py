@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 
+class Draft(fx.GraphModule):
+    """A graph module between two passes: its Python code is not generated, and it is not to be called."""
+
+    def recompile(self) -> Any:
+        return None
+
+
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new graph module with the nodes of `gm`, under the same names and with the same (shared) metadata values.
+    """A new draft with the nodes of `gm`, under the same names and with the same (shared) metadata values.
 
     Parameters and submodules are those of `gm`. Nodes are copied, so that the caller's graph stays as it was.
     """
@@ -15,4 +24,4 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     renamed = [f"{old.name} -> {new.name}" for old, new in copies.items() if old.name != new.name]
     assert not renamed, f"a copied graph must keep its names, for plans speak of nodes by name: {renamed}"
-    return fx.GraphModule(gm, graph)
+    return Draft(gm, graph)

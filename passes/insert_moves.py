@@ -69,7 +69,7 @@ class _Inserter:
             with value.graph.inserting_before(before):
                 node = value.graph.call_function(move, (value, format_layout(source), format_layout(target)))
             node.meta.update({name: reader.meta[name] for name in INHERITED_META if name in reader.meta})
-            node.meta.update({"val": value.meta["val"], "pass": "insert_moves"})
+            node.meta.update({"val": value.meta["val"], "pass": "insert_moves", "move": node.name})
             self.moves[key] = node
         return self.moves[key]
 

@@ -1,0 +1,50 @@
+"""What passes promise, checked on the graphs that they made. A failure is a mistake of ours, not of the user."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autopar.passes.collectives import is_collective, is_wait
+from autopar.passes.moves import move
+from autopar.sharding.assignment import Assignment, is_getitem
+from autopar.sharding.layout import Layout, format_layout, parse_layout
+from autopar.sharding.op_call import walk
+from autopar.sharding.reshard import effective_layout
+
+if TYPE_CHECKING:
+    from autopar.passes.pipeline import Emission
+
+
+def check_moves_agree(gm: fx.GraphModule, job: Emission) -> None:
+    """No edge disagrees with the assignment: every reader gets the layouts that its strategy demands."""
+    assignment = job.assignment
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or is_getitem(node) or node.target is move:
+            continue
+        values = [leaf for leaf in walk((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        for value, wanted in zip(values, assignment.strategies[node.name].inputs, strict=True):
+            has, needs = (effective_layout(it, assignment.mesh_shape) for it in (_layout(value, assignment), wanted))
+            assert has == needs, f"{value.name} -> {node.name}: {format_layout(has)} is not {format_layout(needs)}"
+
+
+def _layout(node: fx.Node, assignment: Assignment) -> Layout:
+    if node.target is move:
+        return parse_layout(str(node.args[2]), len(assignment.mesh_shape))
+    return assignment.layout_of(node)
+
+
+def check_values(gm: fx.GraphModule, job: Emission) -> None:
+    """Every node has the fake value of its shard, and no move is left."""
+    for node in gm.graph.nodes:
+        assert node.op in ("output", "get_attr") or "val" in node.meta, f"{node.name} has no value"
+        assert node.target is not move, f"{node.name} was not emitted"
+
+
+def check_waits(gm: fx.GraphModule, job: Emission) -> None:
+    """A collective's result is read by its wait alone."""
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            readers = [user.name for user in node.users if not is_wait(user)]
+            assert not readers, f"{node.name} is read by {readers} before it is complete"

@@ -1,0 +1,31 @@
+"""The collectives that emitted graphs hold, by kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_c10d = torch.ops._c10d_functional
+
+KIND_OF = {
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_to_all_single.default: "all_to_all",
+    _c10d.broadcast.default: "broadcast",
+}
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether `node` starts a collective."""
+    return node.op == "call_function" and node.target in KIND_OF
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether `node` waits for a collective's result."""
+    return node.op == "call_function" and node.target is _c10d.wait_tensor.default
+
+
+def collective_kind(node: fx.Node) -> str:
+    """all_reduce, all_gather, reduce_scatter, all_to_all or broadcast."""
+    return KIND_OF[node.target]  # type: ignore[index]

@@ -1,0 +1,80 @@
+"""From a program and its assignment to the graphs of one rank: the ordered passes, and one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.capture.program import InputKind, Program
+from autopar.passes.check_graph import check_moves_agree, check_values, check_waits
+from autopar.passes.insert_moves import insert_moves
+from autopar.passes.local_call import RankGeometry
+from autopar.passes.localize import localize
+from autopar.passes.schedule_collectives import schedule_collectives
+from autopar.passes.split_phases import split_phases
+from autopar.sharding.assignment import Assignment
+
+Observer = Callable[[str, fx.GraphModule], None]
+"""Told the name of each pass and the graph that it made."""
+
+
+@dataclass(frozen=True)
+class Emission:
+    """All that a pass may read beside the graph."""
+
+    program: Program
+    assignment: Assignment
+    geometry: RankGeometry
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite, and the check of what it promises."""
+
+    name: str
+    run: Callable[[fx.GraphModule, Emission], fx.GraphModule]
+    check: Callable[[fx.GraphModule, Emission], None]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("insert_moves", lambda gm, job: insert_moves(gm, job.assignment), check_moves_agree),
+    Pass("localize", lambda gm, job: localize(gm, job.assignment, job.geometry), check_values),
+    Pass("schedule_collectives", lambda gm, _: schedule_collectives(gm), check_waits),
+)
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """One rank's graphs, in local shapes. `forward` and `backward` are boxed; see `split_phases` for what they take."""
+
+    program: Program
+    geometry: RankGeometry
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    joint: fx.GraphModule  # the same nodes before the split; not to be called
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the tensors that the forward returns for the backward, in order."""
+        if self.backward is None:
+            return ()
+        tangents = {item.node for item in self.program.inputs if item.kind is InputKind.TANGENT}
+        names = (node.name for node in self.backward.graph.nodes if node.op == "placeholder")
+        return tuple(name for name in names if name not in tangents)
+
+
+def emit(
+    program: Program, assignment: Assignment, geometry: RankGeometry, observer: Observer | None = None
+) -> LocalProgram:
+    """Run all passes: the program of the rank of `geometry`."""
+    gm, job = program.graph_module, Emission(program, assignment, geometry)
+    for item in PASSES:
+        gm = item.run(gm, job)
+        gm.graph.lint()
+        item.check(gm, job)
+        if observer is not None:
+            observer(item.name, gm)
+    forward, backward = split_phases(gm, program)
+    return LocalProgram(program, geometry, forward, backward, gm)
