@@ -1,7 +1,9 @@
-"""The `ilp` strategy: exact reductions, exact elimination where memory does not bind, else the marginal ILP."""
+"""The `ilp` strategy: exact reductions, prices, the marginal ILP where it is small enough, neighbourhoods where not."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,15 +11,18 @@ import numpy as np
 from autopar.errors import InfeasibleProblemError
 from autopar.search.anytime import Anytime, Observer
 from autopar.search.build import Built, build_network, tight_interval
-from autopar.search.elimination import Elimination
-from autopar.search.marginal import MarginalModel
-from autopar.search.mathopt import solve_linear
+from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
+from autopar.search.lagrangian import PricedSearch
+from autopar.search.neighbourhood import Neighbourhoods
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
 from autopar.search.problem import Problem
 from autopar.search.solution import Solution
 
-_ROWS_PER_ROUND = 100  # usage rows that enter together: spread over the horizon, more of them only slow the LP
+_SMALL_PAIRS = 150_000  # the marginal ILP of so many pairs is worth trying at once
+_TINY_PAIRS = 3_000  # and of so many, without prices first
+_PRICE_S_PER_PAIR = 2e-5  # seconds of pricing per pair: less than the ILP takes on what pricing would spare it
+_PASSES = 25  # double passes of message passing between two rounds of reductions
 
 
 def solve_by_ilp(
@@ -30,7 +35,7 @@ def solve_by_ilp(
 ) -> Solution:
     """Reduce, then solve exactly; after the time limit, the best feasible choice seen and the bound proven by then.
 
-    Raises `InfeasibleProblemError` where no choice is feasible.
+    Raises `InfeasibleProblemError` where no choice is feasible. Ctrl-C ends the search, not the answer.
     """
     run = Anytime(problem, "ilp", time_limit_s, observer)
     if start is not None:
@@ -38,73 +43,142 @@ def solve_by_ilp(
     built = build_network(problem)
     try:
         presolve(built.network, deadline=run.deadline)
-        _search(run, built, seed)
+        _IlpSearch(run, built, seed).run_all()
     except Deadend:
-        raise InfeasibleProblemError("no choice avoids every forbidden strategy and pair") from None
+        _note_nothing_better(run, InfeasibleProblemError("no choice avoids every forbidden strategy and pair"))
     except Overfull as full:
-        raise tight_interval(problem, full.times) from None
+        _note_nothing_better(run, tight_interval(problem, full.times))
     except KeyboardInterrupt:
         pass
     return run.solution()
 
 
-def _search(run: Anytime, built: Built, seed: int) -> None:
-    network = built.network
-    if not network.nodes():
-        run.offer(built.choice(network.recover({})))
-        run.raise_bound(run.cost)
-        return
-    if _is_solved_without_capacities(run, built):
-        return
-    _solve_marginal(run, built, seed)
+def _note_nothing_better(run: Anytime, error: InfeasibleProblemError) -> None:
+    """Nothing is left: with an incumbent that proves it optimal, without one it proves the problem infeasible."""
+    if run.choice is None:
+        raise error
+    run.raise_bound(run.cost)
 
 
-def lower_bound(network: Network, quanta: float) -> float:
-    """A bound on the network as a bound on the problem: what rounding to quanta can hide comes off."""
-    return network.to_cost(quanta - network.rounding)
+class _IlpSearch:
+    """One run: holds the shrinking network, the incumbent in its terms, and what is proven."""
 
+    def __init__(self, run: Anytime, built: Built, seed: int) -> None:
+        self.run, self.built, self.seed = run, built, seed
+        self.network: Network = built.network
+        self.labels: Array | None = None  # of the incumbent, one per network node
+        self.prices: Array = np.zeros(len(self.network.capacity))
+        if run.choice is not None:
+            self._adopt(run.choice)
 
-def _is_solved_without_capacities(run: Anytime, built: Built) -> bool:
-    """Whether the optimum without capacities is found and fits; otherwise its cost is still a bound."""
-    network = built.network
-    elimination = Elimination.plan(network)
-    if elimination is None:
-        return False
-    value, positions = elimination.minimise()
-    run.raise_bound(lower_bound(network, value))
-    if (network.usage_of(positions) > network.capacity).any():
-        return False
-    run.offer(built.choice(network.recover(network.labelled(positions))))
-    return True
+    def _adopt(self, choice: Sequence[int]) -> None:
+        labels = np.zeros(len(self.network.alive), dtype=np.int64)
+        labels[list(self.built.node_of)] = choice
+        self.labels = labels
 
-
-def _solve_marginal(run: Anytime, built: Built, seed: int) -> None:
-    """LP, then ILP, adding the usage rows that the answer breaks, until none is broken or the time is up."""
-    network = built.network
-    marginal = MarginalModel(network)
-    integers = 0
-    while run.left() > 0:
-        answer = solve_linear(marginal.model(integers=integers), time_limit_s=run.left(), seed=seed)
-        if answer.is_infeasible:
-            raise Overfull(network.times[sorted(marginal.time_rows)] if marginal.time_rows else network.times)
-        run.raise_bound(lower_bound(network, answer.bound + network.offset))
-        if answer.values is None:
+    def run_all(self) -> None:
+        """From the cheapest complete method to the ones that only improve."""
+        if self._is_done() or self._is_solved_without_capacities():
             return
-        if integers:
-            run.offer(built.choice(network.recover(network.labelled(marginal.positions(answer.values)))))
-        broken = worst_times(marginal.usage(answer.values) - network.capacity, set(marginal.time_rows))
-        if not len(broken) and integers:
+        if pair_count(self.network) <= _TINY_PAIRS and self._is_solved_by_marginal(self.run.left()):
             return
-        marginal.add_usage_rows(broken.tolist())
-        if not len(broken):
-            integers = marginal.picks
+        self._price()
+        while self.run.left() > 0 and not self.run.is_proven(1e-12):
+            if self._is_done():
+                return
+            if pair_count(self.network) <= _SMALL_PAIRS and self._is_solved_by_marginal(0.5 * self.run.left() + 1.0):
+                return
+            self._improve(self.run.left() * 0.3 + 1.0)
 
+    def upper(self) -> float:
+        """The incumbent's cost in quanta, never too small."""
+        if not math.isfinite(self.run.cost):
+            return math.inf
+        return self.run.cost / self.network.quantum + self.network.rounding
 
-def worst_times(excess: Array, present: set[int], count: int = _ROWS_PER_ROUND) -> Array:
-    """Up to `count` time points over capacity and without a row: the worst of each stretch of the horizon."""
-    over = np.flatnonzero(excess > 1e-9 * max(1.0, float(np.abs(excess).max(initial=0.0))))
-    over = np.array([time for time in over.tolist() if time not in present], dtype=np.int64)
-    if len(over) <= count:
-        return over
-    pieces = np.array_split(over, count)
-    return np.array([piece[int(excess[piece].argmax())] for piece in pieces])
+    def offer(self, positions: dict[int, int]) -> None:
+        """Hand a choice of the network's nodes to the run."""
+        labels = self.network.recover(self.network.labelled(positions))
+        if self.run.offer(self.built.choice(labels)):
+            self.labels = labels
+
+    def prove(self, quanta: float) -> None:
+        """A bound on the network bounds the problem, less what rounding to quanta can hide."""
+        self.run.raise_bound(self.network.to_cost(quanta - self.network.rounding))
+
+    def _is_done(self) -> bool:
+        if self.network.nodes():
+            return False
+        self.offer({})
+        self.prove(self.network.offset)
+        return True
+
+    def _is_solved_without_capacities(self) -> bool:
+        relaxed = solve_without_capacities(self.network)
+        if relaxed is None:
+            return False
+        self.prove(relaxed[0])
+        if not fits(self.network, relaxed[1]):
+            return False
+        self.offer(relaxed[1])
+        return True
+
+    def _is_solved_by_marginal(self, seconds: float) -> bool:
+        deadline = min(self.run.deadline, time.monotonic() + seconds)
+        exact = MarginalSearch(self.network, self.seed, priced_times(self.prices)).run(deadline)
+        if math.isinf(exact.bound) and exact.bound > 0:
+            tight = list(exact.tight)
+            raise Overfull(self.network.times[tight] if tight else self.network.times)
+        self.prove(exact.bound)
+        if exact.positions is not None:
+            self.offer(exact.positions)
+        return self.run.is_proven(1e-9)
+
+    def _price(self) -> None:
+        """Message passing with prices, dropping what the bound rules out, as long as that pays."""
+        while self.run.left() > 0:
+            before = pair_count(self.network)
+            search = PricedSearch(self.network, self.prices)
+            budget = time.monotonic() + min(0.15 * self.run.left(), 0.2 + _PRICE_S_PER_PAIR * before)
+            stale = 0
+            while time.monotonic() < budget and stale < 2:
+                bound = search.bound
+                search.run(_PASSES, deadline=budget, upper=self.upper(), on_choice=self._offer_array(search))
+                self.prove(search.bound)
+                stale = stale + 1 if search.bound <= bound + 1e-4 * abs(bound) else 0
+            self._drop(search)
+            if pair_count(self.network) > 0.8 * before or not self.network.nodes():
+                return
+
+    def _offer_array(self, search: PricedSearch):  # type: ignore[no-untyped-def]
+        def offer(positions: Array, cost: float) -> None:
+            if cost < self.upper():
+                self.offer(dict(zip(search.pricing.nodes, positions.tolist(), strict=True)))
+
+        return offer
+
+    def _drop(self, search: PricedSearch) -> None:
+        """Take out the strategies that no better choice uses, and reduce again."""
+        self.prices = search.best_prices
+        upper = self.upper()
+        if not math.isfinite(upper):
+            return
+        times = self.network.times
+        for node, keep in search.survivors(upper).items():
+            if not keep.any():
+                raise Deadend
+            self.network.restrict(node, keep)
+        self.prove(search.bound)
+        presolve(self.network, deadline=self.run.deadline)
+        self.prices = self.prices[np.isin(times, self.network.times)]
+
+    def _improve(self, seconds: float) -> None:
+        """Large-neighbourhood search around the incumbent, then drop what the better incumbent rules out."""
+        positions = None if self.labels is None else self.network.located(self.labels)
+        deadline = min(self.run.deadline, time.monotonic() + seconds)
+        if positions is not None:
+            search = Neighbourhoods(self.network, positions, self.seed, self.prices)
+            search.run(deadline, lambda better, _: self.offer(better))
+        priced = PricedSearch(self.network, self.prices)
+        priced.run(_PASSES, deadline=self.run.deadline, upper=self.upper(), on_choice=self._offer_array(priced))
+        self._drop(priced)

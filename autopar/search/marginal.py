@@ -81,7 +81,7 @@ class MarginalModel:
         if not len(chosen):
             return
         for node, load in self.network.loads.items():
-            amounts = load.amounts[:, np.searchsorted(load.labels, self.network.labels[node])]
+            amounts = self.network.amounts(node)
             live = (load.first[:, None] <= chosen) & (chosen < load.last[:, None])
             total = live.T.astype(np.float64) @ amounts  # [times, strategies]
             at_time, at_pick = np.nonzero(total)
@@ -93,6 +93,18 @@ class MarginalModel:
         self.row_count += len(chosen)
         self.time_rows.extend(chosen.tolist())
 
+    def forbid_together(self, time: int, positions: dict[int, int]) -> None:
+        """Cut off one choice of the nodes live at a time point: it is over capacity by less than a tolerance."""
+        loads = self.network.loads
+        live = [node for node in loads if ((loads[node].first <= time) & (time < loads[node].last)).any()]
+        columns = np.array([self.start[node] + positions[node] for node in live], dtype=np.int64)
+        self.rows.append(np.full(len(live), self.row_count))
+        self.cols.append(columns)
+        self.values.append(np.ones(len(live)))
+        self.row_lower.append(np.zeros(1))
+        self.row_upper.append(np.array([len(live) - 1.0]))
+        self.row_count += 1
+
     def model(self, *, integers: int | None = None) -> LinearModel:
         """The model so far; the first `integers` columns are integer (all picks by default)."""
         integers = self.picks if integers is None else integers
@@ -100,9 +112,9 @@ class MarginalModel:
         is_integer[:integers] = True
         rows, values = np.concatenate(self.rows), np.concatenate(self.values)
         lower, upper = np.concatenate(self.row_lower), np.concatenate(self.row_upper)
-        scale = np.ones(self.row_count)  # usage rows in units of their capacity keep the solver's tolerances meaningful
+        scale = np.ones(self.row_count)  # the solver's absolute tolerance of 1e-6 then is 1e-9 of a capacity
         usage = np.isneginf(lower) & (upper > 0)
-        scale[usage] = 1.0 / upper[usage]
+        scale[usage] = 1000.0 / upper[usage]
         return LinearModel(
             costs=np.concatenate(self.costs),
             upper=np.ones(self.columns),
@@ -125,7 +137,7 @@ class MarginalModel:
         """The (possibly fractional) usage at every time point."""
         network = self.network
         amounts = {}
-        for node, load in network.loads.items():
+        for node in network.loads:
             picked = values[self.start[node] : self.start[node] + network.size(node)]
-            amounts[node] = load.amounts[:, np.searchsorted(load.labels, network.labels[node])] @ picked
+            amounts[node] = network.amounts(node) @ picked
         return network.profile(amounts)

@@ -12,6 +12,8 @@ from ortools.math_opt.python import mathopt
 
 from autopar.search.network import Array
 
+_COST_BITS = 30
+
 
 @dataclass(frozen=True, slots=True)
 class LinearModel:
@@ -44,30 +46,52 @@ class Answer:
 
 
 def solve_linear(model: LinearModel, *, time_limit_s: float, seed: int = 0, relative_gap: float = 0.0) -> Answer:
-    """Run HiGHS on one thread; an LP (no integer column) also returns duals and reduced costs."""
+    """Run HiGHS on one thread (SCIP where HiGHS fails); an LP, without integer columns, also returns its duals."""
+    unit = cost_unit(model.costs)
+    opt_model = mathopt.Model.from_model_proto(_to_proto(model, unit))
+    result = _run(opt_model, mathopt.SolverType.HIGHS, time_limit_s, seed, relative_gap)
+    if result is None:
+        result = _run(opt_model, mathopt.SolverType.GSCIP, time_limit_s, seed, relative_gap)
+    if result is None:
+        return Answer(None, math.inf, -math.inf)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return Answer(None, math.inf, math.inf)
+    bound = result.termination.objective_bounds.dual_bound * unit
+    if not result.has_primal_feasible_solution():
+        return Answer(None, math.inf, bound)
+    values = np.array(list(result.variable_values().values()))
+    cost = float(model.costs @ values)
+    if not model.is_integer.any() and result.has_dual_feasible_solution():
+        reduced = np.array(list(result.reduced_costs().values())) * unit
+        duals = np.array(list(result.dual_values().values())) * unit
+        return Answer(values, cost, bound, reduced, duals)
+    return Answer(values, cost, bound)
+
+
+def cost_unit(costs: Array) -> float:
+    """A power of two that brings costs into the range that the solvers' absolute tolerances are made for."""
+    greatest = float(np.abs(costs).max(initial=0.0))
+    return 2.0 ** max(0, math.ceil(math.log2(greatest)) - _COST_BITS) if greatest > 0 else 1.0
+
+
+def _run(
+    opt_model: mathopt.Model, solver: mathopt.SolverType, time_limit_s: float, seed: int, relative_gap: float
+) -> mathopt.SolveResult | None:
+    """None where the solver gives up with an error (HiGHS: model status unknown)."""
     params = mathopt.SolveParameters(
         time_limit=dt.timedelta(seconds=max(0.01, time_limit_s)), relative_gap_tolerance=relative_gap
     )
     params.highs.string_options["parallel"] = "off"
     params.highs.int_options["random_seed"] = seed % 2**31
     params.highs.double_options["mip_abs_gap"] = 0.0
-    result = mathopt.solve(mathopt.Model.from_model_proto(_to_proto(model)), mathopt.SolverType.HIGHS, params=params)
-    reason = result.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        return Answer(None, math.inf, math.inf)
-    bound = result.termination.objective_bounds.dual_bound
-    if not result.has_primal_feasible_solution():
-        return Answer(None, math.inf, bound)
-    values = np.array(list(result.variable_values().values()))
-    cost = float(model.costs @ values)
-    if not model.is_integer.any() and result.has_dual_feasible_solution():
-        reduced = np.array(list(result.reduced_costs().values()))
-        duals = np.array(list(result.dual_values().values()))
-        return Answer(values, cost, bound, reduced, duals)
-    return Answer(values, cost, bound)
+    try:
+        return mathopt.solve(opt_model, solver, params=params)
+    except (RuntimeError, ValueError, AttributeError):  # AttributeError: how OR-Tools 9.15 reports an internal status
+        return None
 
 
-def _to_proto(model: LinearModel) -> model_pb2.ModelProto:
+def _to_proto(model: LinearModel, unit: float) -> model_pb2.ModelProto:
     proto = model_pb2.ModelProto()
     columns, rows = len(model.costs), len(model.row_lower)
     variables = proto.variables
@@ -77,7 +101,7 @@ def _to_proto(model: LinearModel) -> model_pb2.ModelProto:
     variables.integers.extend(model.is_integer.tolist())
     priced = np.flatnonzero(model.costs)
     proto.objective.linear_coefficients.ids.extend(priced.tolist())
-    proto.objective.linear_coefficients.values.extend(model.costs[priced].tolist())
+    proto.objective.linear_coefficients.values.extend((model.costs[priced] / unit).tolist())
     proto.linear_constraints.ids.extend(range(rows))
     proto.linear_constraints.lower_bounds.extend(model.row_lower.tolist())
     proto.linear_constraints.upper_bounds.extend(model.row_upper.tolist())

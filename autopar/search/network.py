@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class Network:
         self.tight_times: Array = self.times  # where even the least usages do not fit, found by the last settling
         self.loads: dict[int, Loads] = {}
         self.heavy: set[int] = set()  # alive nodes whose usage depends on the strategy
+        self.beaten: dict[tuple[int, int], int] = {}  # (node, label) dropped as dominated -> the label that beats it
         self.folded: list[Step] = []  # folds whose loads have not been moved yet
 
     def nodes(self) -> list[int]:
@@ -206,7 +208,24 @@ class Network:
 
     def usage_of(self, positions: dict[int, int]) -> Array:
         """Usage of the alive nodes at every time point; `positions` index into each node's labels."""
-        return self.profile({node: load.amounts[:, positions[node]] for node, load in self.loads.items()})
+        return self.usage_of_nodes(self.loads, positions)
+
+    def usage_of_nodes(self, nodes: Iterable[int], positions: dict[int, int]) -> Array:
+        """Usage of some nodes alone at every time point."""
+        amounts = {}
+        for node in nodes:
+            load = self.loads.get(node)
+            if load is not None:
+                column = int(np.searchsorted(load.labels, self.labels[node][positions[node]]))
+                amounts[node] = load.amounts[:, column]
+        return self.profile(amounts)
+
+    def amounts(self, node: int) -> Array:
+        """[load rows, strategies] of a node that has loads, over its present strategies."""
+        load = self.loads[node]
+        if len(load.labels) == len(self.labels[node]):
+            return load.amounts
+        return load.amounts[:, np.searchsorted(load.labels, self.labels[node])]
 
     def cost_of(self, positions: dict[int, int]) -> float:
         """Cost in quanta of a choice of the alive nodes, by position; capacities are not looked at."""
@@ -221,3 +240,20 @@ class Network:
     def labelled(self, positions: dict[int, int]) -> dict[int, int]:
         """The labels at these positions."""
         return {node: int(self.labels[node][position]) for node, position in positions.items()}
+
+    def located(self, labels: Array) -> dict[int, int] | None:
+        """Positions of the alive nodes for labels of all nodes; a dominated label gives way to the one that beat it.
+
+        None where a label is gone for another reason.
+        """
+        positions = {}
+        for node in self.nodes():
+            label, own = int(labels[node]), self.labels[node]
+            at = int(np.searchsorted(own, label))
+            while at == len(own) or own[at] != label:
+                if (node, label) not in self.beaten:
+                    return None
+                label = self.beaten[node, label]
+                at = int(np.searchsorted(own, label))
+            positions[node] = at
+        return positions

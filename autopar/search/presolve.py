@@ -198,9 +198,13 @@ class Reducer:
                 break
             if not self.network.alive[node]:
                 continue
-            keep = undominated(self.network, node)
+            winner = dominators(self.network, node)
+            keep = winner == np.arange(len(winner))
             if keep.all():
                 continue
+            labels = self.network.labels[node].tolist()
+            for loser in np.flatnonzero(~keep).tolist():
+                self.network.beaten[node, labels[loser]] = labels[winner[loser]]
             self.network.restrict(node, keep)
             self.push_edges(node)
             self.check_node(node)
@@ -234,14 +238,14 @@ def minimise_out(network: Network, node: int) -> None:
     network.link(others[0], others[1], least)
 
 
-def undominated(network: Network, node: int) -> Array:
-    """Mask of the strategies that no other one beats in cost (for every choice of the neighbours) and usage."""
+def dominators(network: Network, node: int) -> Array:
+    """Per strategy: itself, or one that beats it in cost (for every choice of the neighbours) and usage."""
     costs = network.unary[node]
     size = len(costs)
-    keep = np.ones(size, dtype=bool)
+    winner = np.arange(size)
     blocks = list(network.links[node].values())
     if size < 2 or size * sum(block.shape[1] for block in blocks) * size > _DOMINANCE_CELLS * 8:
-        return keep
+        return winner
     worst = costs[:, None] - costs[None, :]  # [i, j]: the most that i costs above j
     with np.errstate(invalid="ignore"):
         for block in blocks:
@@ -249,13 +253,12 @@ def undominated(network: Network, node: int) -> Array:
             excess[np.isnan(excess)] = -np.inf  # both forbidden
             worst = worst + excess.max(axis=2)
     better = ~(worst > 0)
-    load = network.loads.get(node)
-    if load is not None and node in network.heavy:
-        amounts = load.amounts[:, np.searchsorted(load.labels, network.labels[node])]
+    if node in network.loads and node in network.heavy:
+        amounts = network.amounts(node)
         better &= (amounts[:, :, None] <= amounts[:, None, :]).all(axis=0)
     np.fill_diagonal(better, False)
     for loser in range(size):
-        winners = better[:, loser] & keep
-        if winners.any():
-            keep[loser] = False
-    return keep
+        standing = better[:, loser] & (winner == np.arange(size))
+        if standing.any():
+            winner[loser] = int(standing.argmax())
+    return winner

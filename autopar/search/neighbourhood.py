@@ -1,0 +1,134 @@
+"""Large-neighbourhood search: free a part of the incumbent, re-solve it exactly, keep what is better.
+
+Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.search.exact import MarginalSearch, fits, priced_times, solve_without_capacities
+from autopar.search.lagrangian import PricedSearch
+from autopar.search.network import Array, Network
+from autopar.search.presolve import Deadend, Overfull, presolve
+from autopar.search.subnetwork import subnetwork
+
+_SMALLEST, _LARGEST = 20, 2000  # nodes freed together
+_SOLVE_S = 4.0  # seconds for one neighbourhood; half of it used up means: smaller ones next
+
+
+class Neighbourhoods:
+    """Improves a feasible choice of one network; deterministic by seed up to the time limits of its solves."""
+
+    def __init__(self, network: Network, positions: dict[int, int], seed: int, prices: Array | None = None) -> None:
+        self.network = network
+        self.positions = dict(positions)
+        self.random = np.random.default_rng(seed)
+        self.prices = prices
+        self.nodes = network.nodes()
+        self.size = min(150, len(self.nodes))
+        self.cost = network.cost_of(self.positions)
+        self.seed = seed
+        self.round = 0
+
+    def run(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> None:
+        """Re-solve neighbourhoods until the deadline."""
+        while time.monotonic() < deadline:
+            self.step(deadline, on_better)
+
+    def step(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> None:
+        """Re-solve one neighbourhood and adapt the size of the next one to how long it took."""
+        started = time.monotonic()
+        free = self._window() if self.round % 3 == 2 else self._ball()
+        self.round += 1
+        better = self.resolve(free, min(deadline, started + _SOLVE_S))
+        if better is not None:
+            self.positions.update(better)
+            self.cost = self.network.cost_of(self.positions)
+            on_better(self.positions, self.cost)
+        seconds = time.monotonic() - started
+        if seconds > _SOLVE_S / 2:
+            self.size = max(_SMALLEST, int(self.size * 0.8))
+        elif seconds < _SOLVE_S / 4:
+            self.size = min(_LARGEST, len(self.nodes), int(self.size * 1.1) + 1)
+
+    def resolve(self, free: list[int], deadline: float) -> dict[int, int] | None:
+        """Better positions for the free nodes, or None."""
+        small = subnetwork(self.network, free, self.positions)
+        present = {index: self.positions[node] for index, node in enumerate(free)}
+        now = small.cost_of(present)
+        labels = resolve(small, now, self.prices, self.seed + self.round, deadline)
+        if labels is None:
+            return None
+        changed = {node: int(labels[index]) for index, node in enumerate(free)}
+        trial = {**self.positions, **changed}
+        if self.network.cost_of(trial) < self.cost and fits(self.network, trial):
+            return changed
+        return None
+
+    def _ball(self) -> list[int]:
+        """Nodes near a random one, breadth first in random order."""
+        start = int(self.random.choice(self.nodes))
+        seen, queue = {start}, [start]
+        for node in queue:
+            others = [other for other in self.network.links[node] if other not in seen]
+            if len(others) > 30:  # a hub: some of its neighbours
+                others = [others[i] for i in self.random.choice(len(others), 30, replace=False).tolist()]
+            seen.update(others)
+            queue.extend(others)
+            if len(queue) >= self.size:
+                break
+        return sorted(queue[: self.size])
+
+    def _window(self) -> list[int]:
+        """A stretch of the execution order."""
+        first = int(self.random.integers(0, max(1, len(self.nodes) - self.size + 1)))
+        return self.nodes[first : first + self.size]
+
+
+def resolve(small: Network, now: float, prices: Array | None, seed: int, deadline: float) -> Array | None:
+    """Labels of all nodes of a small network at a cost below `now` (quanta), if there is one and time to find it."""
+    try:
+        presolve(small, deadline=deadline)
+        labels = _resolve_reduced(small, now, prices, seed, deadline)
+    except (Deadend, Overfull):
+        return None
+    return labels
+
+
+def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int, deadline: float) -> Array | None:
+    if not small.nodes():
+        return small.recover({}) if small.offset < now else None
+    relaxed = solve_without_capacities(small, max_cells=2e5)
+    if relaxed is not None:
+        if relaxed[0] >= now:
+            return None
+        if fits(small, relaxed[1]):
+            return small.recover(small.labelled(relaxed[1]))
+    local_prices = prices[small.times] if prices is not None and len(small.times) else None
+    search = PricedSearch(small, local_prices)
+    search.run(12, deadline=deadline, upper=now)
+    if search.bound >= now:
+        return None
+    found, upper = None, now
+    if search.positions is not None and search.cost < now:
+        positions = dict(zip(search.pricing.nodes, search.positions.tolist(), strict=True))
+        found, upper = small.recover(small.labelled(positions)), search.cost
+    times = priced_times(search.best_prices)
+    for node, keep in search.survivors(upper).items():
+        if not keep.any():
+            return found
+        small.restrict(node, keep)
+    marked = small.times[times]
+    presolve(small, deadline=deadline)
+    if not small.nodes():
+        return small.recover({}) if small.offset < upper else found
+    rows = np.flatnonzero(np.isin(small.times, marked))
+    exact = MarginalSearch(small, seed, rows).run(deadline, relative_gap=1e-5)
+    if exact.positions is None or small.cost_of(exact.positions) >= upper or math.isinf(exact.bound):
+        return found
+    return small.recover(small.labelled(exact.positions))
