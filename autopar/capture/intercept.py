@@ -12,6 +12,7 @@ from autopar.capture.replacements.checks import CHECK_REPLACEMENTS
 from autopar.capture.replacements.draw import Draw
 from autopar.capture.replacements.loss import LOSS_REPLACEMENTS
 from autopar.capture.replacements.normalization import NORMALIZATION_REPLACEMENTS
+from autopar.capture.replacements.overloads import OVERLOAD_REPLACEMENTS
 from autopar.capture.replacements.randomness import RANDOM_REPLACEMENTS
 from autopar.capture.replacements.recurrent import RECURRENT_REPLACEMENTS
 
@@ -22,6 +23,7 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT_REPLACEMENTS,
     **LOSS_REPLACEMENTS,
     **CHECK_REPLACEMENTS,
+    **OVERLOAD_REPLACEMENTS,
 }
 
 
