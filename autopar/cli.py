@@ -29,23 +29,29 @@ COMMAND_ROOMS: tuple[AddCommands, ...] = ()  # in the order that --help lists th
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code."""
-    parser = make_parser(COMMAND_ROOMS)
-    chosen = parser.parse_args(arguments)
-    if not hasattr(chosen, "run"):
-        parser.print_help(sys.stderr)
-        return BAD_USAGE
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with _current_folder_importable():
-            code = int(chosen.run(chosen))
+            code = _run(words)
         sys.stdout.flush()
-    except AutoparError as error:
-        return _report(error, chosen)
+    except AutoparError as error:  # also of a parser's `type=`, as a malformed mesh
+        _report(error, words)
+        return BAD_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed, as `| head` does: nothing is left to say, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     return code
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = make_parser(COMMAND_ROOMS)
+    chosen = parser.parse_args(words)
+    if not hasattr(chosen, "run"):
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
+    return int(chosen.run(chosen))
 
 
 def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:
@@ -65,13 +71,12 @@ def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:
     return parser
 
 
-def _report(error: AutoparError, chosen: argparse.Namespace) -> int:
+def _report(error: AutoparError, words: Sequence[str]) -> None:
     kind = type(error).__name__
-    if getattr(chosen, "json", False):
+    if "--json" in words:
         print(json.dumps({"error": kind, "what": error.what, "where": error.where, "fix": error.fix}))
     else:
         print(f"{kind}: {error}", file=sys.stderr)
-    return BAD_USAGE
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def text_files() -> list[Path]:
 
 def walk(folder: Path) -> Iterator[Path]:
     """Files below a folder; a link to a folder is not entered, nor is what tools leave behind."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_symlink() or path.name in ("__pycache__", "venv", "work") or path.suffix == ".egg-info":
             continue
         if path.is_dir():

@@ -14,6 +14,7 @@ import pytest
 import autopar
 from autopar import cli
 from autopar.errors import MeshError
+from autopar.model_source import parse_mesh
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -65,6 +66,17 @@ def test_an_error_is_one_json_object_when_json_is_asked_for(
         "where": "train.py:3 in main",
         "fix": "start more processes",
     }
+
+
+def test_a_malformed_argument_of_our_own_type_is_an_error_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add_commands(subparsers: cli.SubParsers) -> None:
+        subparsers.add_parser("probe").add_argument("--mesh", type=parse_mesh)
+
+    monkeypatch.setattr(cli, "COMMAND_ROOMS", (add_commands,))
+    assert cli.main(["probe", "--mesh", "2*2"]) == cli.BAD_USAGE
+    assert capsys.readouterr().err.startswith("MeshError: '2*2' is not a mesh shape")
 
 
 def test_our_own_mistake_keeps_its_traceback(command: Callable[[Run], None]) -> None:
