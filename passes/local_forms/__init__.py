@@ -12,14 +12,18 @@ from autopar.passes.local_forms import (
     convolution,
     creation,
     custom,
+    elementwise_losses,
     embedding,
+    embedding_bag,
     indexing,
+    layer_norm,
     loss,
     matmul,
     norms,
     reductions,
     sizes,
     softmax,
+    statistics,
 )
 from autopar.sharding.op_call import op_name
 
@@ -27,14 +31,18 @@ TABLES: tuple[Mapping[str, LocalForm], ...] = (
     convolution.FORMS,
     creation.FORMS,
     custom.FORMS,
+    elementwise_losses.FORMS,
     embedding.FORMS,
+    embedding_bag.FORMS,
     indexing.FORMS,
+    layer_norm.FORMS,
     loss.FORMS,
     matmul.FORMS,
     norms.FORMS,
     reductions.FORMS,
     sizes.FORMS,
     softmax.FORMS,
+    statistics.FORMS,
 )
 LOCAL_FORMS: Mapping[str, LocalForm] = MappingProxyType(dict(chain.from_iterable(table.items() for table in TABLES)))
 

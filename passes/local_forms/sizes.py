@@ -25,7 +25,8 @@ SIZE_POSITIONS: dict[str, int] = {
         1,
     ),
     **dict.fromkeys(
-        names("""aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default
+        names("""aten._upsample_nearest_exact1d_backward.default aten._upsample_nearest_exact3d_backward.default
+            aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default
             aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default
             aten.upsample_bilinear2d_backward.default aten.upsample_trilinear3d_backward.default
             aten.upsample_bicubic2d_backward.default aten._upsample_bilinear2d_aa_backward.default
@@ -36,7 +37,7 @@ SIZE_POSITIONS: dict[str, int] = {
 # reshapes: their local result is a view of the shard in the local size, whatever the arguments were
 RESHAPES = names("""
     aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default
-    aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.dim
+    aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.default aten.squeeze_copy.dim
 """)
 
 

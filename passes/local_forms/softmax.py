@@ -8,22 +8,11 @@ import torch
 from torch import fx
 
 from autopar.passes.local_call import LocalCall, LocalForm, LocalValue
+from autopar.passes.local_forms.precision import converted, output_dtype, widened
 from autopar.passes.local_forms.ranges import clear
 from autopar.sharding.rules.softmax import NORMALIZED
 
 aten = torch.ops.aten
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what PyTorch's kernels accumulate in
-
-
-def converted(local: LocalCall, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """`node` in `dtype`."""
-    return node if node.meta["val"].dtype == dtype else local.build.op(aten._to_copy.default, node, dtype=dtype)
-
-
-def widened(local: LocalCall, node: fx.Node) -> fx.Node:
-    """`node` in the dtype in which sums are taken."""
-    dtype = node.meta["val"].dtype
-    return converted(local, node, WIDER.get(dtype, dtype))
 
 
 def reduced(local: LocalCall, node: fx.Node, dim: int, reduce_op: str) -> fx.Node:
@@ -33,12 +22,6 @@ def reduced(local: LocalCall, node: fx.Node, dim: int, reduce_op: str) -> fx.Nod
     for axis in local.axes_with(NORMALIZED):
         value = local.build.all_reduce(value, axis, reduce_op)
     return value
-
-
-def output_dtype(local: LocalCall) -> torch.dtype:
-    spec = local.call.outputs[0]
-    assert spec is not None
-    return spec.dtype
 
 
 def softmax(local: LocalCall) -> LocalValue:

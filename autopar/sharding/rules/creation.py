@@ -33,6 +33,11 @@ def counted(call: OpCall) -> Iterator[Rule]:
         yield Rule((), (Shard(0),), form=OFFSET)
 
 
+def whole(call: OpCall) -> Iterator[Rule]:
+    """Small or intertwined: every rank makes or computes the whole."""
+    return iter(())
+
+
 RULES: RuleTable = {
     **dict.fromkeys(
         names("""
@@ -40,6 +45,16 @@ RULES: RuleTable = {
     aten.new_empty.default
 """),
         filled,
+    ),
+    **dict.fromkeys(
+        names("""
+    aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default aten.logspace.default
+    aten.tril_indices.default aten.triu_indices.default aten.as_strided.default aten.trace.default
+    aten.repeat_interleave.Tensor aten.masked_scatter.default aten.bincount.default aten.histc.default
+    aten.empty_strided.default aten.new_empty_strided.default aten.empty_permuted.default
+    aten.block_diag.default
+"""),
+        whole,
     ),
     "aten.zeros.default": zeros,
     "aten.new_zeros.default": zeros,

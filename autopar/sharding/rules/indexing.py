@@ -121,6 +121,14 @@ def index_fill(call: OpCall) -> Iterator[Rule]:
             yield place(call, {0: Shard(dim), **own}, Shard(dim))
 
 
+def take(call: OpCall) -> Iterator[Rule]:
+    """(self, index): the flattened tensor is looked up."""
+    for dim in long_dims(required_tensor_at(call, 1)):
+        yield place(call, {1: Shard(dim)}, Shard(dim))
+    if summable(result(call)):
+        yield place(call, {0: SUM}, SUM)
+
+
 class Indexed:
     """The geometry of advanced indexing: where the dims of `self[indices]` come from."""
 
@@ -209,6 +217,9 @@ RULES: RuleTable = {
     "aten.index_add.default": index_add,
     "aten.index_fill.int_Scalar": index_fill,
     "aten.index_copy.default": index_fill,
+    "aten.index_fill.int_Tensor": index_fill,
+    "aten.index_reduce.default": index_fill,
+    "aten.take.default": take,
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     "aten.index_put.default": index_put,

@@ -9,8 +9,9 @@ from torch.distributed.tensor import Shard
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.rule import Rule
-from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, tensor_at
+from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, result, tensor_at
 
+MOMENTS = "moments"  # normalized dims are sharded: their sums are all-reduced
 GROUPS = "groups"  # N, C and the number of groups among the arguments are this rank's
 
 
@@ -20,22 +21,50 @@ def _leading_dims(call: OpCall, tensor: int, normalized: int) -> Iterator[int]:
     return (dim for dim in range(rank) if shape[dim] > 1)
 
 
+def _normalized_dims(call: OpCall, tensor: int, normalized: int) -> Iterator[tuple[int, int]]:
+    """(dim of the input, dim of the weight)."""
+    shape, sizes = required_tensor_at(call, tensor).shape, call.args[normalized]
+    return ((len(shape) - len(sizes) + dim, dim) for dim, size in enumerate(sizes) if size > 1)
+
+
 def layer_norm(call: OpCall) -> Iterator[Rule]:
-    """(input, normalized_shape, weight, bias, eps) -> (out, mean, rstd); `_fused_rms_norm` lacks bias and mean."""
+    """(input, normalized_shape, weight, bias, eps) -> (out, mean, rstd)."""
     for dim in _leading_dims(call, 0, 1):
         yield place(call, {0: Shard(dim)}, Shard(dim))
+    for dim, own in _normalized_dims(call, 0, 1):
+        placed = {0: Shard(dim), 2: Shard(own), 3: Shard(own)}
+        outputs = (Shard(dim), REPLICATE, REPLICATE)
+        yield place(call, placed, outputs, form=MOMENTS, internal_bytes=2 * result(call, 1).nbytes)
+
+
+def rms_norm(call: OpCall) -> Iterator[Rule]:
+    """`_fused_rms_norm(input, normalized_shape, weight, eps)` -> (out, rstd)."""
+    for dim in _leading_dims(call, 0, 1):
+        yield place(call, {0: Shard(dim)}, Shard(dim))
+    if call.args[3] is not None:
+        for dim, own in _normalized_dims(call, 0, 1):
+            placed, outputs = {0: Shard(dim), 2: Shard(own)}, (Shard(dim), REPLICATE)
+            yield place(call, placed, outputs, form=MOMENTS, internal_bytes=result(call, 1).nbytes)
 
 
 def layer_norm_backward(call: OpCall) -> Iterator[Rule]:
     """(grad_out, input, normalized_shape, mean, rstd, weight, bias, mask) -> gradients of input, weight, bias."""
     for dim in _leading_dims(call, 1, 2):
         yield place(call, {index: Shard(dim) for index in (0, 1, 3, 4)}, (Shard(dim), SUM, SUM))
+    for dim, own in _normalized_dims(call, 1, 2):
+        placed = {0: Shard(dim), 1: Shard(dim), 5: Shard(own), 6: Shard(own)}
+        row_bytes = required_tensor_at(call, 4).nbytes
+        yield place(call, placed, (Shard(dim), Shard(own), Shard(own)), form=MOMENTS, internal_bytes=2 * row_bytes)
 
 
 def rms_norm_backward(call: OpCall) -> Iterator[Rule]:
     """(grad_out, input, normalized_shape, rstd, weight, mask) -> gradients of input, weight."""
     for dim in _leading_dims(call, 1, 2):
         yield place(call, {index: Shard(dim) for index in (0, 1, 3)}, (Shard(dim), SUM))
+    for dim, own in _normalized_dims(call, 1, 2):
+        placed = {0: Shard(dim), 1: Shard(dim), 4: Shard(own)}
+        row_bytes = required_tensor_at(call, 3).nbytes
+        yield place(call, placed, (Shard(dim), Shard(own)), form=MOMENTS, internal_bytes=row_bytes)
 
 
 def group_norm(call: OpCall) -> Iterator[Rule]:
@@ -72,7 +101,7 @@ def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
 RULES: RuleTable = {
     "aten.native_layer_norm.default": layer_norm,
     "aten.native_layer_norm_backward.default": layer_norm_backward,
-    "aten._fused_rms_norm.default": layer_norm,
+    "aten._fused_rms_norm.default": rms_norm,
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,

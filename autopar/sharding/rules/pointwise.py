@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
-from autopar.sharding.rules.placing import SUM, RuleTable, names, place, result, summable
+from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, names, place, result, summable
 
 # Ops that work element by element, beyond those that PyTorch tags so.
 UNTAGGED = names("""
@@ -23,7 +23,7 @@ UNTAGGED = names("""
     softplus_backward.default softshrink_backward.default hardshrink_backward.default mish_backward.default
     log_sigmoid_forward.default log_sigmoid_backward.default logit_backward.default rsub.Tensor
     _prelu_kernel.default _prelu_kernel_backward.default
-      _conj.default _neg_view.default
+      floor_divide.default rrelu_with_noise_backward.default _conj.default _neg_view.default
        complex.default polar.default
     isin.Tensor_Scalar bitwise_not.default
 
@@ -67,12 +67,12 @@ def pointwise(call: OpCall) -> Iterator[Rule]:
     shape = result(call).shape
     for dim, size in enumerate(shape):
         if size > 1:
-            inputs = tuple(_aligned(spec, dim, shape) for spec in call.inputs)
+            inputs = tuple(aligned(spec, dim, shape) for spec in call.inputs)
             yield Rule(inputs, (Shard(dim),) * len(call.outputs))
     yield from linear(call)
 
 
-def _aligned(spec: TensorSpec, dim: int, shape: tuple[int, ...]) -> Placement:
+def aligned(spec: TensorSpec, dim: int, shape: tuple[int, ...]) -> Placement:
     """The placement of an operand when dim `dim` of the broadcast result is cut."""
     own = dim - (len(shape) - len(spec.shape))
     return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else REPLICATE
@@ -120,6 +120,12 @@ def real_view(call: OpCall) -> Iterator[Rule]:
             yield Rule((Shard(dim),), (Shard(dim),))
 
 
+def first_operand(call: OpCall) -> Iterator[Rule]:
+    """Elementwise in the first operand; the others are whole."""
+    for dim in long_dims(result(call)):
+        yield place(call, {0: Shard(dim)}, Shard(dim))
+
+
 def is_pointwise(call: OpCall) -> bool:
     """Whether PyTorch tags the op as elementwise and deterministic."""
     tags = getattr(call.target, "tags", ())
@@ -131,6 +137,8 @@ def is_pointwise(call: OpCall) -> bool:
 _SPECIAL: dict[str, Callable[[OpCall], Iterator[Rule]]] = {
     "aten._to_copy.default": conversion,
     "aten.zeros_like.default": zeros_like,
+    "aten.bucketize.Tensor": first_operand,
+    "aten.isin.Tensor_Tensor": first_operand,
     "aten.view_as_real.default": real_view,
     "aten.view_as_complex.default": real_view,
 }

@@ -15,13 +15,15 @@ from autopar.sharding.rules.placing import (
     RuleTable,
     names,
     place,
+    result,
     summable,
     wrap_dim,
     wrap_dims,
 )
 from autopar.sharding.rules.views import keep_dims, passing_sums
 
-MEAN = "mean"  # the local sum over the global count
+MEAN = "mean"  # the local mean times the share of the elements that lie here
+PREFIX = "prefix"  # the totals of earlier ranks are added
 
 
 def kept_dims(rank: int, reduced: tuple[int, ...], *, keepdim: bool) -> Iterator[tuple[int, int]]:
@@ -83,22 +85,36 @@ def one_dim(call: OpCall) -> Iterator[Rule]:
         yield from reduction(call, (wrap_dim(dim, rank),), keepdim=keepdim, partial=None)
 
 
-def variance(call: OpCall) -> Iterator[Rule]:
-    """`var`, `std`, `var_mean`, ... (self, dim, *, correction, keepdim)."""
-    reduced = wrap_dims(call.argument(1, "dim", None), len(call.inputs[0].shape))
-    keepdim = bool(dict(call.kwargs).get("keepdim", False))
-    return reduction(call, reduced, keepdim=keepdim, partial=None)
-
-
 def along(call: OpCall) -> Iterator[Rule]:
     """`op(self, dim, ...)` along one dim, of the same shape: cumsum, sort, ...; the other dims may be sharded."""
     dim = call.argument(1, "dim", -1)
     return _without_sums(keep_dims(call, (dim,)))
 
 
-def linear_along(call: OpCall) -> Iterator[Rule]:
-    """`cumsum`: as `along`, and partial sums pass."""
-    return keep_dims(call, (call.args[1],))
+def running_sum(call: OpCall) -> Iterator[Rule]:
+    """`cumsum`: as `along`, partial sums pass, and the dim itself may be sharded."""
+    shape = result(call).shape
+    yield from keep_dims(call, (call.args[1],) if shape else ())
+    dim = wrap_dim(call.args[1], len(shape))
+    if shape and shape[dim] > 1 and summable(result(call)):
+        row_bytes = result(call).nbytes // shape[dim]
+        yield place(call, {0: Shard(dim)}, Shard(dim), form=PREFIX, internal_bytes=2 * row_bytes)
+
+
+def extremes(call: OpCall) -> Iterator[Rule]:
+    """`aminmax(self, *, dim, keepdim)`."""
+    options, rank = dict(call.kwargs), len(call.inputs[0].shape)
+    reduced = wrap_dims(options.get("dim"), rank)
+    for rule in reduction(call, reduced, keepdim=bool(options.get("keepdim", False)), partial=SUM):
+        yield Rule(rule.inputs, (MIN, MAX)) if rule.outputs[0] == SUM else rule
+
+
+def nth_value(call: OpCall) -> Iterator[Rule]:
+    """`kthvalue(self, k, dim, keepdim)`: the dim must be whole."""
+    rank = len(call.inputs[0].shape)
+    if rank:
+        reduced = (wrap_dim(call.argument(2, "dim", -1), rank),)
+        yield from reduction(call, reduced, keepdim=bool(call.argument(3, "keepdim", False)), partial=None)
 
 
 def _without_sums(rules: Iterator[Rule]) -> Iterator[Rule]:
@@ -131,25 +147,15 @@ RULES: RuleTable = {
     "aten.amin.default": over_dims(MIN),
     "aten.max.default": over_all(MAX),
     "aten.min.default": over_all(MIN),
-    "aten.logsumexp.default": over_dims(None),
-    "aten.linalg_vector_norm.default": over_dims(None, position=2),
     "aten.norm.ScalarOpt_dim": over_dims(None, position=2),
-    "aten.any.dims": over_dims(None),
-    "aten.all.dims": over_dims(None),
     "aten.count_nonzero.dim_IntList": over_dims(SUM),
     "aten.count_nonzero.default": over_dims(SUM),
     **dict.fromkeys(
         names("""
-    aten.any.dim aten.all.dim aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim
+    aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim
     aten.min.dim aten.median.dim aten.nanmedian.dim aten.mode.default
 """),
         one_dim,
-    ),
-    **dict.fromkeys(
-        names("""
-    aten.var.correction aten.std.correction aten.var_mean.correction aten.std_mean.correction
-"""),
-        variance,
     ),
     **dict.fromkeys(
         names("""
@@ -157,7 +163,9 @@ RULES: RuleTable = {
 """),
         along,
     ),
-    "aten.cumsum.default": linear_along,
+    "aten.cumsum.default": running_sum,
+    "aten.aminmax.default": extremes,
+    "aten.kthvalue.default": nth_value,
     "aten.sort.default": sort,
     "aten.sort.stable": stable_sort,
     "aten.topk.default": top_values,

@@ -203,6 +203,25 @@ def pad(call: OpCall) -> Iterator[Rule]:
     return (rule for rule in rules if keeps_sums or rule.outputs[0] != SUM)
 
 
+def rotate(call: OpCall) -> Iterator[Rule]:
+    """`rot90(self, k, dims)`: all dims but the two of the plane."""
+    return keep_dims(call, call.argument(2, "dims", (0, 1)))
+
+
+def shuffle_channels(call: OpCall) -> Iterator[Rule]:
+    """`channel_shuffle(self, groups)`: all dims but the channels."""
+    return keep_dims(call, (1,))
+
+
+def halve(call: OpCall) -> Iterator[Rule]:
+    """`glu(self, dim)` and its backward `(grad, self, dim)`: all dims but the halved one."""
+    rank = len(call.inputs[0].shape)
+    dim = wrap_dim(call.args[-1] if isinstance(call.args[-1], int) else -1, rank)
+    for other in long_dims(result(call)):
+        if other != dim:
+            yield Rule((Shard(other),) * len(call.inputs), (Shard(other),))
+
+
 def triangle(call: OpCall) -> Iterator[Rule]:
     """`tril`, `triu`: batch dims."""
     rank = len(call.inputs[0].shape)
@@ -269,7 +288,7 @@ RULES: RuleTable = {
     aten.view.default aten._unsafe_view.default aten.view_copy.default
     aten._reshape_alias.default aten._reshape_copy.default aten.unsqueeze.default aten.squeeze.default
     aten.squeeze.dim aten.squeeze.dims aten.unsqueeze_copy.default
-    aten.squeeze_copy.dim
+    aten.squeeze_copy.default aten.squeeze_copy.dim
 """),
         reshape,
     ),
@@ -277,6 +296,18 @@ RULES: RuleTable = {
     "aten.expand.default": expand,
     "aten.expand_copy.default": expand,
     "aten.permute.default": permute,
+    "aten.t_copy.default": matrix_transpose,
+    "aten.transpose_copy.int": transpose,
+    "aten.unbind_copy.int": drop_dim,
+    "aten.unsafe_split.Tensor": split,
+    "aten.unsafe_split_with_sizes.default": split,
+    "aten.narrow_copy.default": unfold,
+    "aten.unfold_copy.default": unfold,
+    "aten.diagonal_copy.default": diagonal,
+    "aten.rot90.default": rotate,
+    "aten.channel_shuffle.default": shuffle_channels,
+    "aten.glu.default": halve,
+    "aten.glu_backward.default": halve,
     "aten.permute_copy.default": permute,
     "aten.transpose.int": transpose,
     "aten.t.default": matrix_transpose,
