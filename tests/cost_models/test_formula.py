@@ -24,7 +24,7 @@ TRANSFER = Formula(
 def test_bulk_evaluation_agrees_with_one_at_a_time(sizes: list[float], rate: float, least: float) -> None:
     bulk = TRANSFER.value(sent_bytes=np.array(sizes), bytes_per_s=rate, least_s=least)
     single = [TRANSFER.value(sent_bytes=size, bytes_per_s=rate, least_s=least) for size in sizes]
-    np.testing.assert_allclose(bulk, single, rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(bulk), np.array(single), rtol=1e-12)
 
 
 def test_integer_arrays_do_not_overflow() -> None:

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models.simulator import TimedOp, in_issue_order, simulate
+from autopar.cost_models.simulator import Kind, TimedOp, in_issue_order, simulate
 from autopar.errors import SimulationError
+
+
+KINDS: tuple[Kind, ...] = ("compute", "communication")
 
 
 @st.composite
@@ -18,7 +21,7 @@ def walks(draw: st.DrawFn) -> list[TimedOp]:
     ops: list[TimedOp] = []
     for index in range(draw(st.integers(1, 10))):
         after = tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else ()
-        kind = draw(st.sampled_from(["compute", "communication"]))
+        kind: Kind = draw(st.sampled_from(KINDS))
         link = draw(st.sampled_from(["", "nic"])) if kind == "communication" else ""
         seconds = draw(st.floats(0, 10))
         ops.append(TimedOp(f"op{index}", seconds, kind, draw(st.integers(0, 1)), kind, after, link=link))
