@@ -6,7 +6,8 @@ import graphlib
 
 import pytest
 
-from tests.source_tree import imports, modules
+from autopar.passes.pipeline import PASSES
+from tests.source_tree import ROOT, imports, modules
 
 # Who may import whom, by room; a file of a folder is a room of its own where it stands lower or higher than the rest.
 # `errors` and `version` are for everyone, and a room may always import itself.
@@ -30,7 +31,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
-    "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # a rule's proof: emitted and run on all ranks
+    "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # an op emitted and run on all ranks
+    "sharding.check_rule": VIRTUAL | {"sharding", "sharding.execution"},  # a rule's proof
     "planner": FOUNDATION | VIRTUAL | {"capture", "sharding", "mesh", "plan", "passes", "cost_models", "search"},
     "runtime": FOUNDATION | VIRTUAL | {"capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
     "nn": FOUNDATION,
@@ -59,7 +61,8 @@ def test_a_module_imports_only_the_rooms_below_it(name: str) -> None:
     if room in FRONT_DOOR:
         return
     allowed = ROOMS_BELOW[room] | FOR_EVERYONE | {room}
-    wrong = [f"{target} (line {line})" for target, line in imports(modules()[name]) if room_of(target) not in allowed]
+    targets = sorted(set(imports(modules()[name])))
+    wrong = [f"{target} (line {line})" for target, line in targets if room_of(target) not in allowed]
     assert not wrong, f"{modules()[name].path} imports {', '.join(wrong)}; {room} may import {sorted(allowed)}"
 
 
@@ -79,3 +82,9 @@ def test_every_room_with_commands_is_in_the_table_of_the_cli() -> None:
     known = {target for target, _ in imports(modules()["autopar.cli"])}
     rooms = {name for name in modules() if name.endswith((".commands", "_commands"))}
     assert rooms <= known, f"add to COMMAND_ROOMS in autopar/cli.py: {sorted(rooms - known)}"
+
+
+def test_a_pass_its_file_and_its_test_share_one_name() -> None:
+    for step in PASSES:
+        assert f"autopar.passes.{step.name}" in modules()
+        assert (ROOT / f"tests/passes/test_{step.name}.py").exists(), f"no test file for the pass {step.name}"
