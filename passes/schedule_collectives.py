@@ -18,7 +18,8 @@ def schedule_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     """Start each collective early and wait for it late, within its phase.
 
     Invariant: only the order of nodes changes, and among collectives not even that; it depends on ops and edges, not on
-    sizes, so that all ranks agree. Memory: what makes more bytes than it takes (all_gather) starts at most one heavy op ahead of its place, and so does
+    sizes, so that all ranks agree.
+    Memory: what makes more bytes than it takes (all_gather) starts at most one heavy op ahead of its place, and so does
     the wait of what keeps its input alive (all but all_reduce) end at most one heavy op behind: one gathered parameter
     and one unscattered gradient beyond what the unscheduled graph holds.
     """
