@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120.0
-PRELOADED = ["torch", "torch.distributed.tensor", "autopar.runtime.parallel_module"]
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "autopar.compiler"]  # slow imports, done once
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:

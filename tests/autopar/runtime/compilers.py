@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture
@@ -99,15 +98,12 @@ def _following_strategy(node: fx.Node, assignment: Assignment, mesh_shape: tuple
 
 
 def _agreement(wanted: tuple[Layout, ...], given: list[Layout]) -> int:
-    """How many placements an op keeps; a shard kept counts more than a replica, a partial sum is taken at once."""
+    """How many placements an op keeps; shards and partial sums kept count for it, replicas cut up against it."""
     score = 0
     for want, have in zip(wanted, given, strict=True):
         for one, other in zip(want, have, strict=True):
-            score += 3 * (one == other) * isinstance(one, Shard) - 2 * (one != other) * isinstance(other, Replicate)
+            if one == other:
+                score += 0 if isinstance(one, Replicate) else 3
+            else:
+                score -= 2 if isinstance(other, Replicate) else 0
     return score
-
-
-def mlp(seed: int = 0) -> nn.Sequential:
-    """Four tensors, none of whose sizes divides by four in every dim."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 6))
