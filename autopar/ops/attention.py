@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.attention_kernels import Kernel, choose_kernel
+from autopar.ops.define import differentiate, fake_of, op
 from autopar.ops.random_bits import random_mask
 
 FLAT = torch.contiguous_format
@@ -113,7 +114,7 @@ def explicit_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score
         if scores.drops:
             weights = weights.mul_(kept(scores, weights.shape, part.start))
         product = weights.flatten(2, 3) @ v[part].to(weights.dtype)
-        out[part] = product.view(*weights.shape[:-1], -1).flatten(1, 2)
+        out[part] = product.view(*weights.shape[:-1], v.shape[3]).flatten(1, 2)
         lse[part] = total.flatten(1, 2).squeeze(-1)
     return out, lse
 
@@ -142,7 +143,7 @@ def explicit_backward(saved: tuple[Tensor, ...], mask: Tensor | None, scores: Sc
             grad_scores.mul_(factor)
         grads[2][part] = dropped.flatten(2, 3).transpose(-1, -2) @ grad
         grad_scores = grad_scores.sub_(delta).mul_(weights).mul_(scores.scale).flatten(2, 3)
-        grads[0][part] = (grad_scores @ k[part].to(kind)).view(*weights.shape[:-1], -1).flatten(1, 2)
+        grads[0][part] = (grad_scores @ k[part].to(kind)).view(*weights.shape[:-1], k.shape[3]).flatten(1, 2)
         grads[1][part] = grad_scores.transpose(-1, -2) @ grouped_heads(q[part].to(kind), heads).flatten(2, 3)
     return grads
 
@@ -160,9 +161,7 @@ def empty_like_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return grad_q, grad_k, grad_v
 
 
-@torch.library.custom_op(
-    "autopar::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {HOW}) -> (Tensor, Tensor)"
-)
+@op(f"attention(Tensor q, Tensor k, Tensor v, {HOW}) -> (Tensor, Tensor)")
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
     """(softmax(scale q k^T + mask) v, log-sum-exp of the scores); rows without any key give 0."""
     scores = read_scores(q, *how)
@@ -173,11 +172,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -
     return heads_inside(out), lse.contiguous()
 
 
-@torch.library.custom_op(
-    "autopar::attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{HOW}) -> (Tensor, Tensor, Tensor)",
+@op(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{HOW}) -> (Tensor, Tensor, Tensor)"
 )
 def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with respect to q, k and v."""
@@ -197,12 +194,12 @@ def read_scores(q: Tensor, *how: Any) -> Scores:
     return Scores(seed, dropout_p, is_causal, factor, key, tuple(offset), tuple(full_shape))
 
 
-@attention.register_fake
+@fake_of("attention")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, v)
 
 
-@attention_backward.register_fake
+@fake_of("attention_backward")
 def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return empty_like_inputs(q, k, v)
 
@@ -222,6 +219,6 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: object) -> tuple[Any, ...]:
     return (*grads, *(None,) * 8)
 
 
-attention.register_autograd(_backward, setup_context=_save)
+differentiate("attention", _backward, _save)
 
 __all__ = ["Kernel", "attention", "attention_backward"]

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from autopar.ops.define import fake_of, op
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -27,7 +29,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(statistics_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
-@torch.library.custom_op("autopar::batch_norm_square_sum", mutates_args=(), schema="(Tensor x, Tensor mean) -> Tensor")
+@op("batch_norm_square_sum(Tensor x, Tensor mean) -> Tensor")
 def batch_norm_square_sum(x: Tensor, mean: Tensor) -> Tensor:
     """Per channel the sum of (x - mean)^2: about the mean of this x, moved to `mean`."""
     if x.numel() == 0:
@@ -38,11 +40,7 @@ def batch_norm_square_sum(x: Tensor, mean: Tensor) -> Tensor:
     return square_sum
 
 
-@torch.library.custom_op(
-    "autopar::batch_norm_apply",
-    mutates_args=(),
-    schema="(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias) -> Tensor",
-)
+@op("batch_norm_apply(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias) -> Tensor")
 def batch_norm_apply(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(x - mean) * invstd * weight + bias, in x's dtype and memory format."""
     weight, bias = (None if item is None else item.to(mean.dtype) for item in (weight, bias))
@@ -57,11 +55,7 @@ def batch_norm_apply(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | N
     return out.to(x.dtype)
 
 
-@torch.library.custom_op(
-    "autopar::batch_norm_backward_sums",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor x, Tensor mean) -> (Tensor, Tensor)",
-)
+@op("batch_norm_backward_sums(Tensor grad_out, Tensor x, Tensor mean) -> (Tensor, Tensor)")
 def batch_norm_backward_sums(grad_out: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Per channel the sums of grad_out and of grad_out * (x - mean)."""
     if x.numel() == 0:
@@ -77,11 +71,9 @@ def batch_norm_backward_sums(grad_out: Tensor, x: Tensor, mean: Tensor) -> tuple
     return grad_sum, product_sum
 
 
-@torch.library.custom_op(
-    "autopar::batch_norm_backward_apply",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor grad_sum, "
-    "Tensor product_sum, int count) -> Tensor",
+@op(
+    "batch_norm_backward_apply(Tensor grad_out, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor grad_sum, "
+    "Tensor product_sum, int count) -> Tensor"
 )
 def batch_norm_backward_apply(
     grad_out: Tensor,
@@ -111,22 +103,22 @@ def batch_norm_backward_apply(
     return out.to(x.dtype)
 
 
-@batch_norm_square_sum.register_fake
+@fake_of("batch_norm_square_sum")
 def _(x: Tensor, mean: Tensor) -> Tensor:
     return torch.empty_like(mean)
 
 
-@batch_norm_apply.register_fake
+@fake_of("batch_norm_apply")
 def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
-@batch_norm_backward_sums.register_fake
+@fake_of("batch_norm_backward_sums")
 def _(grad_out: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(mean), torch.empty_like(mean)
 
 
-@batch_norm_backward_apply.register_fake
+@fake_of("batch_norm_backward_apply")
 def _(grad_out: Tensor, x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 

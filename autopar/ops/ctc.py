@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.ops.define import differentiate, fake_of, op
+
 aten = torch.ops.aten
 HOW = "Tensor targets, Tensor input_lengths, Tensor target_lengths"
 
@@ -17,11 +19,7 @@ def padded_states(targets: Tensor) -> int:
     return 2 * targets.shape[-1] + 1
 
 
-@torch.library.custom_op(
-    "autopar::ctc_loss",
-    mutates_args=(),
-    schema=f"(Tensor log_probs, {HOW}, int blank, bool zero_infinity) -> (Tensor, Tensor)",
-)
+@op(f"ctc_loss(Tensor log_probs, {HOW}, int blank, bool zero_infinity) -> (Tensor, Tensor)")
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -43,11 +41,9 @@ def ctc_loss(
     return loss, F.pad(alpha, (0, states - alpha.shape[2]))
 
 
-@torch.library.custom_op(
-    "autopar::ctc_loss_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor log_probs, {HOW}, Tensor loss, Tensor alpha, int blank, bool zero_infinity) "
-    "-> Tensor",
+@op(
+    f"ctc_loss_backward(Tensor grad, Tensor log_probs, {HOW}, Tensor loss, Tensor alpha, "
+    "int blank, bool zero_infinity) -> Tensor"
 )
 def ctc_loss_backward(grad: Tensor, log_probs: Tensor, targets: Tensor, *rest: Any) -> Tensor:
     """The gradient of log_probs."""
@@ -61,13 +57,13 @@ def ctc_loss_backward(grad: Tensor, log_probs: Tensor, targets: Tensor, *rest: A
     return contiguous
 
 
-@ctc_loss.register_fake
+@fake_of("ctc_loss")
 def _(log_probs: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     times, batch, _classes = log_probs.shape
     return log_probs.new_empty((batch,)), log_probs.new_empty((batch, times, padded_states(targets)))
 
 
-@ctc_loss_backward.register_fake
+@fake_of("ctc_loss_backward")
 def _(grad: Tensor, log_probs: Tensor, *_: object) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
@@ -86,4 +82,4 @@ def _backward(ctx: Any, grad: Tensor | None, _: object) -> tuple[Tensor | None, 
     return torch.ops.autopar.ctc_loss_backward(grad, *ctx.saved_tensors, *how), *(None,) * 5
 
 
-ctc_loss.register_autograd(_backward, setup_context=_save)
+differentiate("ctc_loss", _backward, _save)

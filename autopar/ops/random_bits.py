@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar.ops.define import fake_of, op
+
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}  # temporaries stay in a CPU core's cache; few launches on a GPU
 DEFAULT_CHUNK_ELEMENTS = 1 << 20
 
@@ -148,7 +150,7 @@ def significand_bits(dtype: torch.dtype) -> int:
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
-@torch.library.custom_op("autopar::random_mask", mutates_args=(), schema=f"({SIZES}, float keep, int key) -> Tensor")
+@op(f"random_mask({SIZES}, float keep, int key) -> Tensor")
 def random_mask(
     seed: Tensor, shape: Sequence[int], offset: Sequence[int], full_shape: Sequence[int], keep: float, key: int
 ) -> Tensor:
@@ -164,9 +166,7 @@ def random_mask(
     return fill(seed, (shape, offset, full_shape), torch.bool, values)
 
 
-@torch.library.custom_op(
-    "autopar::random_uniform", mutates_args=(), schema=f"({SIZES}, int key, ScalarType dtype) -> Tensor"
-)
+@op(f"random_uniform({SIZES}, int key, ScalarType dtype) -> Tensor")
 def random_uniform(
     seed: Tensor,
     shape: Sequence[int],
@@ -180,9 +180,7 @@ def random_uniform(
     return fill(seed, (shape, offset, full_shape), dtype, values)
 
 
-@torch.library.custom_op(
-    "autopar::random_normal", mutates_args=(), schema=f"({SIZES}, int key, ScalarType dtype) -> Tensor"
-)
+@op(f"random_normal({SIZES}, int key, ScalarType dtype) -> Tensor")
 def random_normal(
     seed: Tensor,
     shape: Sequence[int],
@@ -202,9 +200,7 @@ def random_normal(
     return fill(seed, (shape, offset, full_shape), dtype, values)
 
 
-@torch.library.custom_op(
-    "autopar::random_integers", mutates_args=(), schema=f"({SIZES}, int low, int high, int key) -> Tensor"
-)
+@op(f"random_integers({SIZES}, int low, int high, int key) -> Tensor")
 def random_integers(
     seed: Tensor,
     shape: Sequence[int],
@@ -223,17 +219,16 @@ def random_integers(
     return fill(seed, (shape, offset, full_shape), torch.int64, values)
 
 
-@random_mask.register_fake
+@fake_of("random_mask")
 def _(seed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     return seed.new_empty(tuple(shape), dtype=torch.bool)
 
 
-@random_uniform.register_fake
-@random_normal.register_fake
+@fake_of("random_uniform", "random_normal")
 def _(seed: Tensor, shape: Sequence[int], offset: object, full_shape: object, key: int, dtype: torch.dtype) -> Tensor:
     return seed.new_empty(tuple(shape), dtype=dtype)
 
 
-@random_integers.register_fake
+@fake_of("random_integers")
 def _(seed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     return seed.new_empty(tuple(shape))

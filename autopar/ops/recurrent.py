@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.define import differentiate, fake_of, op
+
 RELU = "relu"
 
 
@@ -20,11 +22,7 @@ def like_time(sequence: Tensor, features: int) -> Tensor:
     return sequence.new_empty((*sequence.shape[:2], features))
 
 
-@torch.library.custom_op(
-    "autopar::lstm_scan",
-    mutates_args=(),
-    schema="(Tensor inputs, Tensor hidden, Tensor cell, Tensor weight) -> (Tensor, Tensor, Tensor)",
-)
+@op("lstm_scan(Tensor inputs, Tensor hidden, Tensor cell, Tensor weight) -> (Tensor, Tensor, Tensor)")
 def lstm_scan(inputs: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden states, cells, gates) at every time, from the states before the first."""
     size = hidden.shape[1]
@@ -41,11 +39,9 @@ def lstm_scan(inputs: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor) -> t
     return hiddens, cells, gates
 
 
-@torch.library.custom_op(
-    "autopar::lstm_scan_backward",
-    mutates_args=(),
-    schema="(Tensor grad_hiddens, Tensor? grad_cells, Tensor cells, Tensor gates, Tensor cell, Tensor weight) "
-    "-> (Tensor, Tensor, Tensor)",
+@op(
+    "lstm_scan_backward(Tensor grad_hiddens, Tensor? grad_cells, Tensor cells, Tensor gates, Tensor cell, "
+    "Tensor weight) -> (Tensor, Tensor, Tensor)"
 )
 def lstm_scan_backward(
     grad_hiddens: Tensor, grad_cells: Tensor | None, cells: Tensor, gates: Tensor, cell: Tensor, weight: Tensor
@@ -73,11 +69,7 @@ def lstm_scan_backward(
     return grad_inputs, grad_hidden, grad_cell
 
 
-@torch.library.custom_op(
-    "autopar::gru_scan",
-    mutates_args=(),
-    schema="(Tensor inputs, Tensor hidden, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
-)
+@op("gru_scan(Tensor inputs, Tensor hidden, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
 def gru_scan(inputs: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(hidden states, gates with the hidden state's share of the new gate behind them) at every time."""
     size = hidden.shape[1]
@@ -92,11 +84,9 @@ def gru_scan(inputs: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return hiddens, gates
 
 
-@torch.library.custom_op(
-    "autopar::gru_scan_backward",
-    mutates_args=(),
-    schema="(Tensor grad_hiddens, Tensor hiddens, Tensor gates, Tensor hidden, Tensor weight) "
-    "-> (Tensor, Tensor, Tensor)",
+@op(
+    "gru_scan_backward(Tensor grad_hiddens, Tensor hiddens, Tensor gates, Tensor hidden, Tensor weight) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 def gru_scan_backward(
     grad_hiddens: Tensor, hiddens: Tensor, gates: Tensor, hidden: Tensor, weight: Tensor
@@ -119,11 +109,7 @@ def gru_scan_backward(
     return grad_inputs, grad_products, grad_hidden
 
 
-@torch.library.custom_op(
-    "autopar::rnn_scan",
-    mutates_args=(),
-    schema="(Tensor inputs, Tensor hidden, Tensor weight, str activation) -> Tensor",
-)
+@op("rnn_scan(Tensor inputs, Tensor hidden, Tensor weight, str activation) -> Tensor")
 def rnn_scan(inputs: Tensor, hidden: Tensor, weight: Tensor, activation: str) -> Tensor:
     """Hidden states at every time; `activation` is "tanh" or "relu"."""
     hiddens = like_time(inputs, hidden.shape[1])
@@ -134,11 +120,7 @@ def rnn_scan(inputs: Tensor, hidden: Tensor, weight: Tensor, activation: str) ->
     return hiddens
 
 
-@torch.library.custom_op(
-    "autopar::rnn_scan_backward",
-    mutates_args=(),
-    schema="(Tensor grad_hiddens, Tensor hiddens, Tensor weight, str activation) -> (Tensor, Tensor)",
-)
+@op("rnn_scan_backward(Tensor grad_hiddens, Tensor hiddens, Tensor weight, str activation) -> (Tensor, Tensor)")
 def rnn_scan_backward(grad_hiddens: Tensor, hiddens: Tensor, weight: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of inputs and hidden."""
     grad_inputs = like_time(hiddens, hiddens.shape[2])
@@ -152,13 +134,13 @@ def rnn_scan_backward(grad_hiddens: Tensor, hiddens: Tensor, weight: Tensor, act
     return grad_inputs, grad_hidden
 
 
-@lstm_scan.register_fake
+@fake_of("lstm_scan")
 def _(inputs: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = hidden.shape[1]
     return like_time(inputs, size), like_time(inputs, size), like_time(inputs, 4 * size)
 
 
-@lstm_scan_backward.register_fake
+@fake_of("lstm_scan_backward")
 def _(
     grad_hiddens: Tensor, grad_cells: Tensor | None, cells: Tensor, gates: Tensor, cell: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,12 +148,12 @@ def _(
     return gates.new_empty(gates.shape), state, torch.empty_like(state)
 
 
-@gru_scan.register_fake
+@fake_of("gru_scan")
 def _(inputs: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return like_time(inputs, hidden.shape[1]), like_time(inputs, 4 * hidden.shape[1])
 
 
-@gru_scan_backward.register_fake
+@fake_of("gru_scan_backward")
 def _(
     grad_hiddens: Tensor, hiddens: Tensor, gates: Tensor, hidden: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,12 +161,12 @@ def _(
     return like_time(gates, 3 * size), like_time(gates, 3 * size), hidden.new_empty(hidden.shape)
 
 
-@rnn_scan.register_fake
+@fake_of("rnn_scan")
 def _(inputs: Tensor, hidden: Tensor, weight: Tensor, activation: str) -> Tensor:
     return like_time(inputs, hidden.shape[1])
 
 
-@rnn_scan_backward.register_fake
+@fake_of("rnn_scan_backward")
 def _(grad_hiddens: Tensor, hiddens: Tensor, weight: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return hiddens.new_empty(hiddens.shape), hiddens.new_empty((hiddens.shape[0], hiddens.shape[2]))
 
@@ -230,6 +212,6 @@ def _rnn_backward(ctx: Any, grad_hiddens: Tensor | None) -> Any:
     return grad_inputs, grad_hidden, weight_gradient(grad_inputs, hiddens, hidden), None
 
 
-lstm_scan.register_autograd(_lstm_backward, setup_context=_save)
-gru_scan.register_autograd(_gru_backward, setup_context=_save)
-rnn_scan.register_autograd(_rnn_backward, setup_context=_save)
+differentiate("lstm_scan", _lstm_backward, _save)
+differentiate("gru_scan", _gru_backward, _save)
+differentiate("rnn_scan", _rnn_backward, _save)
