@@ -56,7 +56,12 @@ class GraphBuilder:
         return self.wait(self.op(collective, node, reduce_op, self.geometry.group_names[axis]))
 
     def wait(self, node: fx.Node) -> fx.Node:
-        return self.op(torch.ops._c10d_functional.wait_tensor.default, node)
+        """A wait returns the tensor that it is given, once that is complete: both have one fake value."""
+        target = torch.ops._c10d_functional.wait_tensor.default
+        waited = self.graph.create_node("call_function", target, (node,), {}, "wait_tensor")
+        waited.meta.update(self.meta)
+        waited.meta["val"] = node.meta["val"]
+        return waited
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def run_lockstep(
 
     Requires: collectives are `_c10d_functional` ops on virtual groups. The members of a group must agree in the order,
     the sizes and the arguments of their collectives, else CollectiveMismatchError names the nodes. Values are freed at
-    their last use, as in generated code; a list of inputs of a boxed graph is emptied, as by calling the graph.
+    their last use, as in generated code, and the input of a collective at its wait at the earliest, as process groups do
+    (all_reduce works on a copy); a list of inputs of a boxed graph is emptied, as by calling the graph.
     """
     watch = observer or NoObserver()
     inboxes: list[list[Tensor]] = [[] for _ in graph_modules]
@@ -102,7 +103,7 @@ def _advance(rank: int, run: Run, watch: Observer, waiting: dict[int, Meeting], 
 
 def _run_rank(rank: int, gm: fx.GraphModule, inputs: Sequence[Any], inbox: list[Tensor], watch: Observer) -> Run:
     """One rank's graph, node by node; yields at each collective and finds the result in its inbox."""
-    given, values = list(inputs), dict[fx.Node, Any]()
+    given, values, held = list(inputs), dict[fx.Node, Any](), dict[fx.Node, Any]()
     if isinstance(inputs, list) and is_boxed(gm):
         inputs.clear()
     del inputs
@@ -118,8 +119,12 @@ def _run_rank(rank: int, gm: fx.GraphModule, inputs: Sequence[Any], inbox: list[
         elif is_collective(node):
             yield _meeting(rank, node, values)
             value = inbox.pop()
+            if node.target is not _c10d.all_reduce.default:
+                held[node] = _values(node.args[0], values)
         else:
             value = node.target(*_values(node.args, values), **_values(node.kwargs, values))
+        if node.target is _c10d.wait_tensor.default:
+            held.pop(node.args[0], None)
         watch.on_value(rank, node, value)
         values[node] = value
         del value

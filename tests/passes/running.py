@@ -45,7 +45,7 @@ class Step:
             for rank in ranks
         ]
         outputs = [list(result[:early]) for result in results]
-        del results, saved, values
+        del results, saved  # `values` stays, as a caller holds what it passes
         for output, gradients in zip(outputs, run_lockstep(backward, given, observer), strict=True):
             output.extend(gradients)
         return {

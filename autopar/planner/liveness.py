@@ -1,0 +1,167 @@
+"""Exact memory of an emitted program over its order: which storages live after which node.
+
+The rules are those of the generated code: a value is freed after its last reader, and a storage lives as long as any
+value on it. What the caller holds stays to the end of the step: parameters, buffers, inputs, and every result from
+where it is made; tensors saved for the backward stay to their last reader there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from torch import fx
+
+from autopar.capture.program import InputKind
+from autopar.passes.collectives import collective_kind, is_collective, is_wait
+from autopar.passes.pipeline import LocalProgram
+from autopar.passes.storages import storages_of
+
+Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "collective"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""collective: what a collective wrote, and what ops of the same move made of it; saved: read by the backward."""
+
+_INPUT_KINDS: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
+Storage = int  # identity of a fake storage within one program
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes at each index of the emitted order: forward nodes, then backward nodes."""
+
+    nodes: tuple[str, ...]
+    bytes_by_kind: Mapping[Kind, tuple[int, ...]]
+    backward_start: int  # index of the first node of the backward
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Live bytes while each node runs, its result and what it reads included."""
+        return tuple(map(sum, zip(*self.bytes_by_kind.values(), strict=True)))
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.totals, default=0)
+
+    @property
+    def peak_index(self) -> int:
+        totals = self.totals
+        return totals.index(max(totals)) if totals else 0
+
+    def peak_by_kind(self) -> dict[str, int]:
+        """Bytes of each kind at the peak."""
+        if not self.nodes:
+            return {}
+        at = self.peak_index
+        return {kind: values[at] for kind, values in self.bytes_by_kind.items() if values[at]}
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A storage: its bytes, and the first and last index at which it lives."""
+
+    bytes: int
+    kind: Kind
+    first: int
+    last: int
+
+
+def predicted_timeline(local: LocalProgram) -> Timeline:
+    """The memory of one forward and one backward of a rank, from fake values alone.
+
+    Includes what the rank holds before: parameters, buffers, inputs. Leaves out workspaces inside kernels.
+    """
+    nodes = [node for node in local.forward.graph.nodes if node.op != "output"]
+    start = len(nodes)
+    if local.backward is not None:
+        nodes += [node for node in local.backward.graph.nodes if node.op != "output"]
+    lifetimes = _Lifetimes(local, nodes, start).all()
+    changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
+    for life in lifetimes:
+        changes[life.kind][life.first] += life.bytes
+        changes[life.kind][life.last + 1] -= life.bytes
+    by_kind = {kind: tuple(_running_sums(values[: len(nodes)])) for kind, values in changes.items()}
+    return Timeline(tuple(node.name for node in nodes), by_kind, start)
+
+
+def _running_sums(values: Sequence[int]) -> list[int]:
+    total, sums = 0, []
+    for value in values:
+        total += value
+        sums.append(total)
+    return sums
+
+
+class _Lifetimes:
+    """Collects the lifetime of every storage. Storages of the two graphs are one by identity: both graphs hold the
+    fake values of the joint graph."""
+
+    def __init__(self, local: LocalProgram, nodes: list[fx.Node], start: int) -> None:
+        self.local, self.nodes, self.start = local, nodes, start
+        self.kinds = {item.node: item.kind for item in local.program.inputs}
+        self.known: dict[fx.Node, dict[Storage, int]] = {}
+        self.first: dict[Storage, int] = {}
+        self.last: dict[Storage, int] = {}
+        self.bytes: dict[Storage, int] = {}
+        self.kind: dict[Storage, Kind] = {}
+
+    def all(self) -> list[Lifetime]:
+        for index, node in enumerate(self.nodes):
+            for storage, bytes_ in self._storages(node).items():
+                self._make(storage, bytes_, index, self._kind_of(node))
+            for source in [node, *node.all_input_nodes]:
+                for storage in self._storages(source):
+                    self.last[storage] = index
+            self._hold_input_of_collective(node, index)
+        self._hold_results()
+        return [Lifetime(self.bytes[it], self.kind[it], self.first[it], self.last[it]) for it in self.first]
+
+    def _storages(self, node: fx.Node) -> dict[Storage, int]:
+        """The storages under a node's value; outputs of an op that are never picked count too."""
+        if node not in self.known:
+            self.known[node] = storages_of(node)
+        return self.known[node]
+
+    def _make(self, storage: Storage, bytes_: int, index: int, kind: Kind) -> None:
+        if storage in self.first:
+            return
+        held = kind in ("parameter", "buffer", "input") and index < self.start
+        self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
+
+    def _kind_of(self, node: fx.Node) -> Kind:
+        if node.op == "placeholder":
+            return _INPUT_KINDS.get(self.kinds.get(node.name), "input")  # type: ignore[arg-type]
+        if node.op == "get_attr":
+            return "buffer"
+        return "collective" if is_collective(node) or "move" in node.meta else "activation"
+
+    def _hold_input_of_collective(self, wait: fx.Node, index: int) -> None:
+        """A process group holds the input until the wait (all_reduce works on a copy of its own)."""
+        if not is_wait(wait) or collective_kind(wait.all_input_nodes[0]) == "all_reduce":
+            return
+        for source in wait.all_input_nodes[0].all_input_nodes:
+            for storage in self._storages(source):
+                self.last[storage] = index
+
+    def _hold_results(self) -> None:
+        """What the caller holds: inputs to the end, results from their graph's end on."""
+        end = len(self.nodes) - 1
+        saved = set(self.local.saved)
+        for storage, kind in self.kind.items():
+            if kind in ("parameter", "buffer", "input"):
+                self.last[storage] = end
+        self._hold(self.local.forward, end, "output", len(saved), self.start - 1)
+        if self.local.backward is not None:
+            self._hold(self.local.backward, end, "gradient", 0, end)
+
+    def _hold(self, gm: fx.GraphModule, end: int, kind: Kind, saved: int, graph_end: int) -> None:
+        """Results live to the end of the step; the `saved` last ones to their last reader in the backward."""
+        results = gm.graph.output_node().args[0]
+        count = len(results) - saved  # type: ignore[arg-type]
+        for position, node in enumerate(results):  # type: ignore[arg-type]
+            for storage in self._storages(node) if isinstance(node, fx.Node) else ():
+                last = end if position < count else max(self.last[storage], graph_end)
+                self.last[storage] = max(self.last[storage], last)
+                if self.kind[storage] in ("activation", "collective"):
+                    self.kind[storage] = kind if position < count else "saved"
