@@ -74,7 +74,7 @@ def plan_or_follow(
 
 
 def _pack(choice: tuple[int, ...], plan: Plan, _: Assignment) -> str:
-    return base64.b64encode(pickle.dumps((choice, plan))).decode()
+    return base64.b64encode(pickle.dumps((choice, plan.repriced(problem=None)))).decode()
 
 
 def _unpack(text: str) -> tuple[tuple[int, ...], Plan]:

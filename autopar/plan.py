@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanFormatError
+from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import expand_key, fold_keys
+from autopar.search import Problem
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.version import __version__
 
@@ -83,6 +84,7 @@ class Plan:
     stages: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
     frontier: tuple[tuple[int, float], ...] = ()
+    problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
 
     def __post_init__(self) -> None:
         axes = len(self.mesh_shape)
@@ -149,6 +151,12 @@ class Plan:
             return cls.from_json(data)
         except PlanFormatError as error:
             raise PlanFormatError(error.what, where=f"{path}: {error.where}".rstrip(": "), fix=error.fix) from error
+
+    def export_problem(self, path: str | os.PathLike[str]) -> None:
+        """Write the search problem that this plan answers, in the contest's JSON (`.gz` compresses)."""
+        if self.problem is None:
+            raise PlanError("this plan was loaded, not searched: it has no problem", fix="export it from make_plan")
+        self.problem.save(path)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain dicts and lists."""

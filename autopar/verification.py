@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
+ROUNDING_UNITS = 16.0
 LOW_PRECISION = (2e-2, 5e-2)  # bf16 and fp16: sums are rounded in another order
 
 
@@ -88,8 +90,11 @@ class Values:
     buffers: Mapping[str, torch.Tensor]
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |actual - expected| / max |expected|; not-a-number and infinity must stand in the same places."""
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, least_scale: float = 0.0) -> float:
+    """max |actual - expected| / max(max |expected|, least_scale).
+
+    Not-a-number and infinity must stand in the same places; integers and shapes must be equal.
+    """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     if not expected.numel():
@@ -105,24 +110,36 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     left, right = actual[finite].to(wide), expected[finite].to(wide)
     if not right.numel():
         return 0.0
-    scale = float(right.abs().max())
+    scale = max(float(right.abs().max()), least_scale)
     difference = float((left - right).abs().max())
     return difference / scale if scale > 0 else (0.0 if difference == 0 else difference)
 
 
 def compare(actual: Values, expected: Values, *, reference: str, tolerance: float | None = None) -> Report:
-    """Every output, gradient and buffer of `expected` against `actual`."""
+    """Every output, gradient and buffer of `expected` against `actual`.
+
+    A gradient may be zero in exact arithmetic (a bias before batch norm, a key's bias): what is left of it is the
+    rounding of larger terms. So a gradient's scale is at least that at which the tolerance is `ROUNDING_UNITS` units of
+    rounding of the largest gradient: what a sum of some hundred such terms loses in another order.
+    """
     comparisons = []
     for kind, index in (("outputs", 0), ("gradients", 1), ("buffers", 0)):
         wanted, found = getattr(expected, kind), getattr(actual, kind)
+        largest = _largest(wanted) if kind == "gradients" else 0.0
         for name in sorted(wanted.keys() | found.keys()):
+            dtype = wanted[name].dtype if name in wanted else torch.float32
+            limit = tolerance or TOLERANCES.get(dtype, LOW_PRECISION)[index]
+            error = float("inf")
             if name in wanted and name in found:
-                error = relative_error(found[name].detach().cpu(), wanted[name].detach().cpu())
-            else:
-                error = float("inf")
-            limits = TOLERANCES.get(wanted[name].dtype if name in wanted else torch.float32, LOW_PRECISION)
-            comparisons.append(Comparison(name, kind[:-1], error, tolerance or limits[index]))
+                least = ROUNDING_UNITS * largest * torch.finfo(dtype).eps / limit if dtype.is_floating_point else 0.0
+                error = relative_error(found[name].detach().cpu(), wanted[name].detach().cpu(), least_scale=least)
+            comparisons.append(Comparison(name, kind[:-1], error, limit))
     return Report(tuple(comparisons), reference)
+
+
+def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
+    magnitudes = [float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()]
+    return max((value for value in magnitudes if math.isfinite(value)), default=0.0)
 
 
 def is_random(program: Program) -> bool:

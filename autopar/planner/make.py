@@ -192,6 +192,7 @@ class _Planner:
             bound=max(0.0, min([best.solution.cost, *searched[:1]])) if searched else 0.0,
             notes=measured.notes,
             alternatives=others,
+            problem=self.planning.problem,
         )
         return Planned(plan, best.choice, self.planning.assignment(best.choice), self.planning, best.solution)
 
