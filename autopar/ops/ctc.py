@@ -38,7 +38,16 @@ def ctc_loss(
         return log_probs.new_empty((0,)), log_probs.new_empty((0, times, states))
     lengths = (input_lengths.tolist(), target_lengths.tolist())
     loss, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
-    return loss, F.pad(alpha, (0, states - alpha.shape[2]))
+    alpha = F.pad(alpha, (0, states - alpha.shape[2]))
+    return loss, alpha.masked_fill_(~_reached(alpha, input_lengths, target_lengths), 0.0)
+
+
+def _reached(alpha: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    """Which forward variables exist; ATen leaves the others as they were in memory."""
+    _, times, states = alpha.shape
+    time = torch.arange(times, device=alpha.device) < input_lengths.to(alpha.device)[:, None]
+    state = torch.arange(states, device=alpha.device) < 2 * target_lengths.to(alpha.device)[:, None] + 1
+    return time[:, :, None] & state[:, None]
 
 
 @op(
