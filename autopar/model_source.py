@@ -79,10 +79,10 @@ def load_factory(text: str) -> Callable[[], object]:
     return factory
 
 
-def parse_mesh(text: str) -> tuple[int, ...]:
+def parse_mesh_shape(text: str) -> tuple[int, ...]:
     """Ranks per axis of a mesh as it is written in a shell.
 
-    >>> parse_mesh("2x4")
+    >>> parse_mesh_shape("2x4")
     (2, 4)
     """
     if _MESH.fullmatch(text) is None:

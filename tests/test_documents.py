@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import autopar
 from tests.source_tree import ROOT, modules
 
 EXAMPLES = sorted(module.name for module in modules().values() if ">>> " in (ROOT / module.path).read_text())
@@ -22,6 +24,11 @@ def test_the_examples_in_a_modules_docstrings_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in autopar.__all__ if inspect.isfunction(getattr(autopar, name))])
+def test_every_public_function_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(autopar, name).__doc__ or "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

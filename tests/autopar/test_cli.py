@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar import cli
 from autopar.errors import MeshError
-from autopar.model_source import parse_mesh
+from autopar.model_source import parse_mesh_shape
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -72,7 +72,7 @@ def test_a_malformed_argument_of_our_own_type_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def add_commands(subparsers: cli.SubParsers) -> None:
-        subparsers.add_parser("probe").add_argument("--mesh", type=parse_mesh)
+        subparsers.add_parser("probe").add_argument("--mesh", type=parse_mesh_shape)
 
     monkeypatch.setattr(cli, "COMMAND_ROOMS", (add_commands,))
     assert cli.main(["probe", "--mesh", "2*2"]) == cli.BAD_USAGE

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar.errors import MeshError, ModelSourceError
-from autopar.model_source import load_model, parse_mesh
+from autopar.model_source import load_model, parse_mesh_shape
 
 Write = Callable[[str], str]
 _NUMBERS = itertools.count()
@@ -127,10 +127,10 @@ def test_what_is_not_a_model_is_refused(write: Write, body: str, message: str) -
 
 @pytest.mark.parametrize(("text", "shape"), [("1", (1,)), ("8", (8,)), ("2x4", (2, 4)), ("2x2x16", (2, 2, 16))])
 def test_a_mesh_shape_is_sizes_with_x_between(text: str, shape: tuple[int, ...]) -> None:
-    assert parse_mesh(text) == shape
+    assert parse_mesh_shape(text) == shape
 
 
 @pytest.mark.parametrize("text", ["", "0", "2x0", "x2", "2x", "2X4", "2*4", "2,4", "-2", "2.5", " 2", "two"])
 def test_what_is_not_a_mesh_shape_is_told_the_form(text: str) -> None:
     with pytest.raises(MeshError, match="2x4"):
-        parse_mesh(text)
+        parse_mesh_shape(text)
