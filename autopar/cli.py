@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from autopar import commands
 from autopar.errors import AutoparError
 from autopar.version import __version__
 
@@ -24,7 +25,9 @@ AddCommands = Callable[[SubParsers], None]
 
 OK, CHECK_FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
-COMMAND_ROOMS: tuple[AddCommands, ...] = ()  # in the order that --help lists them
+COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists them
+    commands.add_commands,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,10 +65,10 @@ def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:
         epilog="A model is named as package.module:factory; the factory returns a model, or (model, example_inputs).",
     )
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add_commands in rooms:
-        add_commands(commands)
-    for command in commands.choices.values():
+        add_commands(subparsers)
+    for command in subparsers.choices.values():
         with suppress(argparse.ArgumentError):  # the room has its own
             command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
