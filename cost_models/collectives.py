@@ -207,9 +207,9 @@ def _numbers(protocol: Protocol, kind: Collective, axis: AxisLinks) -> dict[str,
         inside *= axis.intra.point_to_point_fraction
         between = axis.inter.bytes_per_s * min(axis.rails_per_rank, axis.inter.rails / axis.sharing)
         between *= axis.inter.point_to_point_fraction * protocol.bandwidth_fraction
-    if kind == "all_to_all":
-        inside *= axis.intra.all_to_all_fraction
-        between *= axis.inter.all_to_all_fraction
+    elif kind != "all_reduce":
+        inside *= getattr(axis.intra, f"{kind}_fraction")
+        between *= getattr(axis.inter, f"{kind}_fraction")
     ring = inside if axis.nodes == 1 else between if axis.ranks_per_node == 1 else min(inside, between)
     return {
         "ranks": axis.ranks,

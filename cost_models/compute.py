@@ -20,7 +20,7 @@ Mask: TypeAlias = Literal["none", "causal", "dense"]
 ROOFLINE = "Williams, Waterman and Patterson, CACM 52(4), 2009 (roofline); curve: the profile's source"
 _launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s efficiency ramp_s tile")
 _rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
-_moved, _flops = symbols("moved_bytes flops")
+_moved, _flops, _cache, _cache_rate = symbols("moved_bytes flops cache_bytes cache_bytes_per_s")
 _batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
 
 
@@ -40,13 +40,14 @@ MATMUL = Formula(
     ROOFLINE,
     leaves_out="wave quantization, power throttling, epilogues",
 )  # fmt: skip
+_cached = sympy.Min(_moved, _cache)  # what stays in the cache from one op to the next
 MEMORY_BOUND = Formula(
     "memory-bound op",
-    _launch + sympy.Max(_moved / _rate, _flops / _vector),
-    {"moved_bytes": "B", "flops": "FLOP", "memory_bytes_per_s": "B/s", "vector_flops_per_s": "FLOP/s",
-     "launch_s": "s"},
+    _launch + sympy.Max(_cached / _cache_rate + (_moved - _cached) / _rate, _flops / _vector),
+    {"moved_bytes": "B", "flops": "FLOP", "memory_bytes_per_s": "B/s", "cache_bytes": "B",
+     "cache_bytes_per_s": "B/s", "vector_flops_per_s": "FLOP/s", "launch_s": "s"},
     ROOFLINE,
-    leaves_out="cache hits between kernels, strided access",
+    leaves_out="strided access, more than one level of cache",
 )  # fmt: skip
 DENSE = Formula(
     "compute-bound op",
@@ -177,8 +178,11 @@ def _dense_numbers(device: Device, dtype: str, fraction: float) -> dict[str, flo
 
 def _memory_numbers(device: Device, dtype: str | None) -> dict[str, float]:
     double = dtype is not None and canonical_dtype(dtype) in ("float64", "complex128")
+    memory_bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
     return {
-        "memory_bytes_per_s": device.memory_bytes_per_s * device.memory_efficiency,
+        "memory_bytes_per_s": memory_bytes_per_s,
+        "cache_bytes": device.cache_bytes,
+        "cache_bytes_per_s": device.cache_bytes_per_s or memory_bytes_per_s,
         "vector_flops_per_s": device.peak("float64" if double else "float32"),
         "launch_s": device.launch_s,
     }

@@ -84,6 +84,8 @@ class Device:
     attention_backward_efficiency: float
     convolution_efficiency: float
     host_bytes_per_s: float  # to host memory, for offload
+    cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
+    cache_bytes_per_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -99,6 +101,9 @@ class Device:
                      "convolution_efficiency"):  # fmt: skip
             require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
         require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
+        require(self.cache_bytes >= 0, f"{self.name}: cache_bytes is negative")
+        cached = self.cache_bytes_per_s > 0 or not self.cache_bytes
+        require(cached, f"{self.name}: cache_bytes without cache_bytes_per_s")
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s))

@@ -41,6 +41,11 @@ class Link:
     point_to_point_fraction: float = 1.0  # of bytes_per_s, for a message between one pair of ranks
     point_to_point_full_bytes: float = 0.0  # messages of this size and more reach all of bytes_per_s; 0 if none does
     all_to_all_fraction: float = 1.0  # of bytes_per_s, when every rank talks to every rank
+    all_gather_fraction: float = (
+        1.0  # of bytes_per_s: below 1 where the library does worse than a ring, above if better
+    )
+    reduce_scatter_fraction: float = 1.0
+    broadcast_fraction: float = 1.0
     in_switch_fraction: float = 0.0  # all-reduce inside the switch: reduced bytes/s over bytes_per_s; 0 if it cannot
     in_switch_min_ranks: int = 0
     without_protocol: str = ""  # the protocol that the library does not use here
@@ -53,7 +58,9 @@ class Link:
         require(self.rails >= 1, f"link {self.kind}: rails is below 1")
         require(0 < self.point_to_point_fraction <= 1, f"link {self.kind}: point_to_point_fraction not in (0, 1]")
         require(self.point_to_point_full_bytes >= 0, f"link {self.kind}: point_to_point_full_bytes is negative")
-        require(0 < self.all_to_all_fraction <= 1, f"link {self.kind}: all_to_all_fraction not in (0, 1]")
+        for name in ("all_to_all", "all_gather", "reduce_scatter", "broadcast"):
+            fraction = getattr(self, f"{name}_fraction")
+            require(0 < fraction < 100, f"link {self.kind}: {name}_fraction {fraction} not in (0, 100)")
         require(0 < self.low_latency_fraction <= 1, f"link {self.kind}: low_latency_fraction not in (0, 1]")
         require(0 <= self.in_switch_fraction <= 1, f"link {self.kind}: in_switch_fraction not in [0, 1]")
 
@@ -92,7 +99,7 @@ LINK_KINDS: Mapping[str, LinkKind] = MappingProxyType(
         "efa2": LinkKind(27e-6, 0.98, f"fitted: 2 nodes of p5.48xlarge; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
         "slingshot": LinkKind(20e-6, 0.73, "fitted: 2 to 540 nodes, Polaris", 0.5, 0.0, 0.68, 0, 0, "LL128", 0.055),
         "ethernet": LinkKind(15e-6, 0.9, f"{_ESTIMATE}; {_NO_LL128}", 1.0, 0.0, 1.0, 0.0, 0, "LL128"),
-        "loopback": LinkKind(50e-6, 1.0, "round numbers for gloo on one host, see `python -m autopar calibrate`"),
+        "loopback": LinkKind(100e-6, 1.0, "round numbers for gloo on one host, see `python -m autopar calibrate`"),
     }
 )  # fmt: skip
 
@@ -107,14 +114,14 @@ def link_of_kind(kind: str, label_bytes_per_s: float, *, rails: int = 1) -> Link
         known.latency_s,
         label_bytes_per_s * known.label_fraction,
         rails,
-        known.point_to_point_fraction,
-        known.point_to_point_full_bytes,
-        known.all_to_all_fraction,
-        known.in_switch_fraction,
-        known.in_switch_min_ranks,
-        known.without_protocol,
-        known.low_latency_fraction,
-        f"label {label_bytes_per_s / 1e9:g} GB/s; {known.source}",
+        point_to_point_fraction=known.point_to_point_fraction,
+        point_to_point_full_bytes=known.point_to_point_full_bytes,
+        all_to_all_fraction=known.all_to_all_fraction,
+        in_switch_fraction=known.in_switch_fraction,
+        in_switch_min_ranks=known.in_switch_min_ranks,
+        without_protocol=known.without_protocol,
+        low_latency_fraction=known.low_latency_fraction,
+        source=f"label {label_bytes_per_s / 1e9:g} GB/s; {known.source}",
     )
 
 

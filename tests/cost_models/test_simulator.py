@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autopar.cost_models.simulator import Kind, TimedOp, in_issue_order, simulate
 from autopar.errors import SimulationError
 
-
 KINDS: tuple[Kind, ...] = ("compute", "communication")
 
 

@@ -1,0 +1,117 @@
+"""Calibration: fits recover the machine that made the samples; the command writes a profile that loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cost_models.collectives import COLLECTIVES, collective_seconds
+from autopar.cost_models.commands import add_commands
+from autopar.cost_models.compute import matmul_seconds, memory_bound_seconds
+from autopar.cost_models.fitting import (
+    CollectiveSample,
+    ComputeSamples,
+    MatmulSample,
+    MoveSample,
+    axis_residuals,
+    device_residuals,
+    fit_axis,
+    fit_device,
+)
+from autopar.cost_models.hardware import Device, axis_links, load_profile
+
+SHAPES = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (2048, 256, 512))
+
+
+def samples_of(device: Device, noise: float) -> ComputeSamples:
+    random = np.random.default_rng(0)
+
+    def timed(seconds: object) -> float:
+        return float(seconds) * float(np.exp(noise * random.standard_normal()))  # type: ignore[arg-type]
+
+    matmuls = tuple(
+        MatmulSample("float32", *shape, timed(matmul_seconds(device, "float32", 1, *shape))) for shape in SHAPES
+    )
+    moves = tuple(
+        MoveSample(size, timed(memory_bound_seconds(device, size)))
+        for size in (2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+    )
+    return ComputeSamples(matmuls, moves)
+
+
+def test_a_fit_recovers_the_device_that_made_the_samples() -> None:
+    cpu = load_profile("cpu").device
+    curve = replace(cpu.matmul["float32"], efficiency=0.5, ramp_s=2e-5)
+    real = replace(cpu, memory_bytes_per_s=7e9, launch_s=2e-5, matmul={**cpu.matmul, "float32": curve})
+    samples = samples_of(real, noise=0.02)
+    fitted = fit_device(cpu, samples)
+    assert all(error < 0.1 for error in device_residuals(fitted, samples).values())
+    assert matmul_seconds(fitted, "float32", 1, 4096, 512, 512) == pytest.approx(
+        float(matmul_seconds(real, "float32", 1, 4096, 512, 512)), rel=0.1
+    )
+
+
+def test_dtypes_that_were_not_measured_lose_their_price() -> None:
+    fitted = fit_device(load_profile("cpu").device, samples_of(load_profile("cpu").device, noise=0.0))
+    assert set(fitted.peak_flops) == {"float32"}
+
+
+@pytest.mark.parametrize(("profile", "shape"), [("cpu", (4,)), ("h100", (16,))])
+def test_a_fit_recovers_the_link_that_made_the_samples(profile: str, shape: tuple[int, ...]) -> None:
+    start = axis_links(load_profile(profile), shape)[0]
+    link = start.inter if start.nodes > 1 else start.intra
+    changed = replace(link, latency_s=3 * link.latency_s, bytes_per_s=0.4 * link.bytes_per_s)
+    real = replace(start, inter=changed) if start.nodes > 1 else replace(start, intra=changed)
+    samples = [
+        CollectiveSample(kind, size, float(collective_seconds(kind, size, real)))  # type: ignore[arg-type]
+        for kind in COLLECTIVES
+        for size in (2**8, 2**16, 2**22, 2**28)
+    ]
+    fitted = fit_axis(start, samples)
+    assert all(error < 0.1 for error in axis_residuals(fitted, samples).values())
+    assert fit_axis(start, []) == start
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers())
+    return parser.parse_args(["calibrate", *arguments])
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_profile_with_its_residuals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = parsed("--output", str(tmp_path / "here.json"))
+    assert options.run(options) == 0
+    profile = load_profile(tmp_path / "here.json")
+    assert "calibrate" in profile.source
+    assert {"matmul float32", "memory-bound", "attention forward", "convolution"} <= set(profile.residuals)
+    assert "written to" in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_launched_world_measures_its_collectives(tmp_path: Path) -> None:
+    script = tmp_path / "calibrate.py"
+    script.write_text(
+        "import argparse\n"
+        "from autopar.cost_models.commands import add_commands\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add_commands(parser.add_subparsers())\n"
+        "options = parser.parse_args()\n"
+        "raise SystemExit(options.run(options))\n"
+    )
+    output = tmp_path / "two.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launch, str(script), "calibrate", "--output", str(output)], check=True, capture_output=True)
+    profile = load_profile(output)
+    assert {"all_reduce", "all_gather", "send"} <= set(profile.residuals)
+    assert "2 ranks" in profile.intra.source
+    assert json.loads(profile.to_json())["ranks_per_node"] == 2
