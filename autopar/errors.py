@@ -141,3 +141,7 @@ class UnreachableLayoutError(AutoparError):
 
 class SimulationError(AutoparError):
     """Timed ops cannot all run: they wait for each other in a circle, or for an op that is not there."""
+
+
+class TooWideError(AutoparError):
+    """A search strategy cannot hold its tables for a problem in memory."""

@@ -43,16 +43,24 @@ class MarginalSearch:
         self.model = MarginalModel(network)
         self.bound = -math.inf
         self.is_integer = False
+        self.batch = 8  # usage rows that enter together; neighbouring ones are much alike, and slow the solver
         if times is not None:
             self.model.add_usage_rows(times.tolist())
 
-    def run(self, deadline: float, *, relative_gap: float = 0.0) -> Exact:
-        """Solve until proven, or until `deadline`: LPs first, then the ILP, each with the rows known to matter."""
+    def run(self, deadline: float, *, relative_gap: float = 0.0, hint: dict[int, int] | None = None) -> Exact:
+        """Solve until proven, or until `deadline`: LPs first, then the ILP, each with the rows known to matter.
+
+        The ILP starts from the choice `hint` where given.
+        """
         best: dict[int, int] | None = None
         while (left := deadline - time.monotonic()) > 0:
             integers = self.model.picks if self.is_integer else 0
             answer = solve_linear(
-                self.model.model(integers=integers), time_limit_s=left, seed=self.seed, relative_gap=relative_gap
+                self.model.model(integers=integers),
+                time_limit_s=left,
+                seed=self.seed,
+                relative_gap=relative_gap,
+                hint=self.model.point(hint) if integers and hint is not None else None,
             )
             if answer.is_infeasible:
                 return Exact(best, math.inf, self._tight_times(deadline))
@@ -80,7 +88,8 @@ class MarginalSearch:
     def _add_broken(self, usage: Array, tolerance: float) -> bool:
         """Add rows for the time points over capacity; returns whether there were any without a row."""
         slack = tolerance * float(self.network.capacity.max(initial=0.0))
-        broken = worst_times(usage - self.network.capacity - slack, frozenset(self.model.time_rows))
+        broken = worst_times(usage - self.network.capacity - slack, frozenset(self.model.time_rows), self.batch)
+        self.batch = min(100, self.batch * 2)
         self.model.add_usage_rows(broken.tolist())
         return bool(len(broken))
 
@@ -109,5 +118,6 @@ def pair_count(network: Network) -> int:
 
 
 def priced_times(prices: Array) -> Array:
-    """Time points with a price: the rows that the ILP will need first."""
-    return np.flatnonzero(prices > 0)
+    """The time points of the highest prices: the rows that the ILP will need first."""
+    priced = np.flatnonzero(prices > 0)
+    return priced[np.argsort(-prices[priced], kind="stable")[:10]]

@@ -12,7 +12,9 @@ from autopar.errors import InfeasibleProblemError
 from autopar.search.anytime import Anytime, Observer
 from autopar.search.build import Built, build_network, tight_interval
 from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
+from autopar.search.greedy import choose_until_it_fits, greedy_positions
 from autopar.search.lagrangian import PricedSearch
+from autopar.search.messages import Pricing
 from autopar.search.neighbourhood import Neighbourhoods
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
@@ -22,6 +24,7 @@ from autopar.search.solution import Solution
 _SMALL_PAIRS = 150_000  # the marginal ILP of so many pairs is worth trying at once
 _TINY_PAIRS = 3_000  # and of so many, without prices first
 _PRICE_S_PER_PAIR = 2e-5  # seconds of pricing per pair: less than the ILP takes on what pricing would spare it
+_PROVEN = 1e-9  # a relative gap that is rounding
 _PASSES = 25  # double passes of message passing between two rounds of reductions
 
 
@@ -31,6 +34,7 @@ def solve_by_ilp(
     seed: int,
     *,
     start: Sequence[int] | None = None,
+    gap: float = 0.0,
     observer: Observer | None = None,
 ) -> Solution:
     """Reduce, then solve exactly; after the time limit, the best feasible choice seen and the bound proven by then.
@@ -43,7 +47,7 @@ def solve_by_ilp(
     built = build_network(problem)
     try:
         presolve(built.network, deadline=run.deadline)
-        _IlpSearch(run, built, seed).run_all()
+        _IlpSearch(run, built, seed, gap).run_all()
     except Deadend:
         _note_nothing_better(run, InfeasibleProblemError("no choice avoids every forbidden strategy and pair"))
     except Overfull as full:
@@ -63,8 +67,9 @@ def _note_nothing_better(run: Anytime, error: InfeasibleProblemError) -> None:
 class _IlpSearch:
     """One run: holds the shrinking network, the incumbent in its terms, and what is proven."""
 
-    def __init__(self, run: Anytime, built: Built, seed: int) -> None:
+    def __init__(self, run: Anytime, built: Built, seed: int, gap: float) -> None:
         self.run, self.built, self.seed = run, built, seed
+        self.gap = max(gap, _PROVEN)  # relative
         self.network: Network = built.network
         self.labels: Array | None = None  # of the incumbent, one per network node
         self.prices: Array = np.zeros(len(self.network.capacity))
@@ -82,8 +87,9 @@ class _IlpSearch:
             return
         if pair_count(self.network) <= _TINY_PAIRS and self._is_solved_by_marginal(self.run.left()):
             return
+        self._choose_first()
         self._price()
-        while self.run.left() > 0 and not self.run.is_proven(1e-12):
+        while self.run.left() > 0 and not self.run.is_proven(self.gap):
             if self._is_done():
                 return
             if pair_count(self.network) <= _SMALL_PAIRS and self._is_solved_by_marginal(0.5 * self.run.left() + 1.0):
@@ -104,6 +110,8 @@ class _IlpSearch:
 
     def prove(self, quanta: float) -> None:
         """A bound on the network bounds the problem, less what rounding to quanta can hide."""
+        if self.network.rounding == 0 and math.isfinite(quanta):
+            quanta = math.ceil(quanta - 1e-6 * max(1.0, 1e-6 * abs(quanta)))  # all costs are whole
         self.run.raise_bound(self.network.to_cost(quanta - self.network.rounding))
 
     def _is_done(self) -> bool:
@@ -125,14 +133,27 @@ class _IlpSearch:
 
     def _is_solved_by_marginal(self, seconds: float) -> bool:
         deadline = min(self.run.deadline, time.monotonic() + seconds)
-        exact = MarginalSearch(self.network, self.seed, priced_times(self.prices)).run(deadline)
+        hint = None if self.labels is None else self.network.located(self.labels)
+        exact = MarginalSearch(self.network, self.seed, priced_times(self.prices)).run(
+            deadline, relative_gap=0.9 * self.gap if self.gap > _PROVEN else 0.0, hint=hint
+        )
         if math.isinf(exact.bound) and exact.bound > 0:
             tight = list(exact.tight)
             raise Overfull(self.network.times[tight] if tight else self.network.times)
         self.prove(exact.bound)
         if exact.positions is not None:
             self.offer(exact.positions)
-        return self.run.is_proven(1e-9)
+        return self.run.is_proven(self.gap)
+
+    def _choose_first(self) -> None:
+        """An incumbent at any cost, so that there is an answer from now on."""
+        if self.labels is not None:
+            return
+        pricing = Pricing(self.network)
+        deadline = time.monotonic() + 0.1 * self.run.left()
+        positions = choose_until_it_fits(pricing, lambda costs: greedy_positions(pricing, costs), deadline)
+        if positions is not None:
+            self.offer(dict(zip(pricing.nodes, positions.tolist(), strict=True)))
 
     def _price(self) -> None:
         """Message passing with prices, dropping what the bound rules out, as long as that pays."""
@@ -141,7 +162,7 @@ class _IlpSearch:
             search = PricedSearch(self.network, self.prices)
             budget = time.monotonic() + min(0.15 * self.run.left(), 0.2 + _PRICE_S_PER_PAIR * before)
             stale = 0
-            while time.monotonic() < budget and stale < 2:
+            while time.monotonic() < budget and stale < 2 and not self.run.is_proven(self.gap):
                 bound = search.bound
                 search.run(_PASSES, deadline=budget, upper=self.upper(), on_choice=self._offer_array(search))
                 self.prove(search.bound)

@@ -101,7 +101,7 @@ class PricedSearch:
         length = float(direction @ direction)
         if length == 0:
             return
-        distance = min(max(1.02 * target - bound, 0.001 * abs(target)), 0.3 * abs(bound) + 1.0)
+        distance = min(max(1.02 * target - bound, 0.001 * abs(target)), 0.1 * abs(bound) + 1.0)
         self.prices = np.maximum(0.0, self.prices + self.step * distance / length * direction)
 
     def survivors(self, upper: float) -> dict[int, Array]:

@@ -8,6 +8,7 @@ of one endpoint whose rows of the matrix are equal are one class: exact, and far
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,17 @@ def equal_rows(matrix: Array) -> tuple[Array, Array]:
     classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in contiguous])
     representatives = np.unique(classes, return_index=True)[1]
     return classes, representatives
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Where the pair variables of one edge stand."""
+
+    first: int
+    second: int
+    row_class: Array
+    col_class: Array
+    column_of: Array  # [row class, column class]; -1 where forbidden
 
 
 class MarginalModel:
@@ -43,6 +55,7 @@ class MarginalModel:
         self.row_lower: list[Array] = []
         self.row_upper: list[Array] = []
         self.time_rows: list[int] = []
+        self.blocks: list[_Block] = []
         node_rows = np.repeat(np.arange(len(self.nodes)), sizes)
         self._add_rows(node_rows, np.arange(self.picks), np.ones(self.picks), np.ones(len(self.nodes)))
         for first in self.nodes:
@@ -64,6 +77,9 @@ class MarginalModel:
         small = matrix[np.ix_(row_of, col_of)]
         at_row, at_col = np.nonzero(small < np.inf)
         pairs = np.arange(len(at_row)) + self.columns
+        column_of = np.full(small.shape, -1)
+        column_of[at_row, at_col] = pairs
+        self.blocks.append(_Block(first, second, row_class, col_class, column_of))
         self.columns += len(at_row)
         self.costs.append(small[at_row, at_col])
         for at, node, classes, count in (
@@ -125,6 +141,15 @@ class MarginalModel:
             row_lower=lower,
             row_upper=upper * scale,
         )
+
+    def point(self, positions: dict[int, int]) -> Array:
+        """The values of all columns that stand for a choice."""
+        values = np.zeros(self.columns)
+        values[[self.start[node] + positions[node] for node in self.nodes]] = 1.0
+        for block in self.blocks:
+            row, col = block.row_class[positions[block.first]], block.col_class[positions[block.second]]
+            values[block.column_of[row, col]] = 1.0
+        return values
 
     def positions(self, values: Array) -> dict[int, int]:
         """The strategy of the greatest value, per node, by position."""

@@ -45,13 +45,23 @@ class Answer:
         return self.bound == math.inf
 
 
-def solve_linear(model: LinearModel, *, time_limit_s: float, seed: int = 0, relative_gap: float = 0.0) -> Answer:
-    """Run HiGHS on one thread (SCIP where HiGHS fails); an LP, without integer columns, also returns its duals."""
+def solve_linear(
+    model: LinearModel, *, time_limit_s: float, seed: int = 0, relative_gap: float = 0.0, hint: Array | None = None
+) -> Answer:
+    """Run HiGHS on one thread (SCIP where HiGHS fails), from the point `hint` if given.
+
+    An LP, without integer columns, also returns its duals.
+    """
     unit = cost_unit(model.costs)
     opt_model = mathopt.Model.from_model_proto(_to_proto(model, unit))
-    result = _run(opt_model, mathopt.SolverType.HIGHS, time_limit_s, seed, relative_gap)
+    params = _parameters(time_limit_s, seed, relative_gap)
+    hints = mathopt.ModelSolveParameters()
+    if hint is not None:
+        by_variable = dict(zip(opt_model.variables(), hint.tolist(), strict=True))
+        hints.solution_hints.append(mathopt.SolutionHint(variable_values=by_variable))
+    result = _run(opt_model, mathopt.SolverType.HIGHS, params, hints)
     if result is None:
-        result = _run(opt_model, mathopt.SolverType.GSCIP, time_limit_s, seed, relative_gap)
+        result = _run(opt_model, mathopt.SolverType.GSCIP, params, hints)
     if result is None:
         return Answer(None, math.inf, -math.inf)
     reason = result.termination.reason
@@ -75,18 +85,25 @@ def cost_unit(costs: Array) -> float:
     return 2.0 ** max(0, math.ceil(math.log2(greatest)) - _COST_BITS) if greatest > 0 else 1.0
 
 
-def _run(
-    opt_model: mathopt.Model, solver: mathopt.SolverType, time_limit_s: float, seed: int, relative_gap: float
-) -> mathopt.SolveResult | None:
-    """None where the solver gives up with an error (HiGHS: model status unknown)."""
+def _parameters(time_limit_s: float, seed: int, relative_gap: float) -> mathopt.SolveParameters:
     params = mathopt.SolveParameters(
         time_limit=dt.timedelta(seconds=max(0.01, time_limit_s)), relative_gap_tolerance=relative_gap
     )
     params.highs.string_options["parallel"] = "off"
     params.highs.int_options["random_seed"] = seed % 2**31
     params.highs.double_options["mip_abs_gap"] = 0.0
+    return params
+
+
+def _run(
+    opt_model: mathopt.Model,
+    solver: mathopt.SolverType,
+    params: mathopt.SolveParameters,
+    hints: mathopt.ModelSolveParameters,
+) -> mathopt.SolveResult | None:
+    """None where the solver gives up with an error (HiGHS: model status unknown)."""
     try:
-        return mathopt.solve(opt_model, solver, params=params)
+        return mathopt.solve(opt_model, solver, params=params, model_params=hints)
     except (RuntimeError, ValueError, AttributeError):  # AttributeError: how OR-Tools 9.15 reports an internal status
         return None
 

@@ -128,7 +128,8 @@ def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int
     if not small.nodes():
         return small.recover({}) if small.offset < upper else found
     rows = np.flatnonzero(np.isin(small.times, marked))
-    exact = MarginalSearch(small, seed, rows).run(deadline, relative_gap=1e-5)
+    hint = small.located(found) if found is not None else None
+    exact = MarginalSearch(small, seed, rows).run(deadline, relative_gap=1e-5, hint=hint)
     if exact.positions is None or small.cost_of(exact.positions) >= upper or math.isinf(exact.bound):
         return found
     return small.recover(small.labelled(exact.positions))

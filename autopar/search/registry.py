@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import UnknownStrategyError
+from autopar.search import simple
 from autopar.search.anytime import Observer
 from autopar.search.evaluation import evaluate
 from autopar.search.ilp import solve_by_ilp
@@ -15,7 +16,7 @@ from autopar.search.problem import Problem
 from autopar.search.solution import Solution
 
 Strategy = Callable[..., Solution]
-"""(Problem, time_limit_s, seed) -> Solution; it may also take `start` and `observer` by keyword."""
+"""(Problem, time_limit_s, seed) -> Solution; it may also take `start`, `gap` and `observer` by keyword."""
 
 
 class Registry:
@@ -45,7 +46,18 @@ class Registry:
         return self._strategies[name]
 
 
-_registry = Registry({"ilp": solve_by_ilp})
+_registry = Registry(
+    {
+        "ilp": solve_by_ilp,
+        "dp": simple.solve_by_dp,
+        "greedy": simple.solve_greedily,
+        "local": simple.solve_locally,
+        "anneal": simple.solve_by_annealing,
+        "mcmc": simple.solve_by_mcmc,
+        "beam": simple.solve_by_beam,
+        "random": simple.solve_at_random,
+    }
+)
 register = _registry.register
 strategy_names = _registry.names
 
@@ -57,15 +69,17 @@ def solve(
     time_limit_s: float = 60.0,
     seed: int = 0,
     start: Sequence[int] | None = None,
+    gap: float = 0.0,
     observer: Observer | None = None,
 ) -> Solution:
     """Run a strategy and check its answer: the cost is what `evaluate` says, and never above that of `start`.
 
+    A strategy that proves bounds may stop once the incumbent is within `gap`, relative to its cost.
     Deterministic for one seed as long as the time limit does not cut the search short. Raises
     `InfeasibleProblemError` where the strategy proves that nothing is feasible.
     """
     function = strategy if callable(strategy) else _registry.get(strategy)
-    extras = {"start": start, "observer": observer}
+    extras = {"start": start, "gap": gap, "observer": observer}
     accepted = inspect.signature(function).parameters
     solution = function(problem, time_limit_s, seed, **{key: extras[key] for key in extras if key in accepted})
     choice, cost = solution.choice, evaluate(problem, solution.choice)

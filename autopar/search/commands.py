@@ -1,0 +1,85 @@
+"""The sub-commands `solve` and `bench-search` of `python -m autopar`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from autopar.search.evaluation import violations
+from autopar.search.laboratory import compare, save_csv, save_plot, to_table
+from autopar.search.problem import Problem
+from autopar.search.progress import ProgressLine, number, percent
+from autopar.search.registry import solve, strategy_names
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-commands; each sets `handler`, a function of the parsed arguments that returns the exit status."""
+    _add_solve(subparsers)
+    _add_bench(subparsers)
+
+
+def _add_solve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("solve", help="solve a search problem (contest JSON, .gz too)")
+    parser.add_argument("problem", type=Path, help="the problem's file")
+    parser.add_argument("--strategy", default="ilp", help=f"one of: {', '.join(strategy_names())}")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gap", type=float, default=0.0, help="stop when proven within this share of the cost")
+    parser.add_argument("--print-choice", action="store_true", help="print the choice as one bracketed list, last")
+    parser.set_defaults(handler=run_solve)
+
+
+def _add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("bench-search", help="compare search strategies on problems")
+    parser.add_argument("problems", type=Path, nargs="+", help="files of problems")
+    parser.add_argument("--strategies", default="all", help="all, or names with commas between them")
+    parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, default=Path("bench-search.csv"), help="where the records go")
+    parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="where the plot goes (matplotlib)")
+    parser.set_defaults(handler=run_bench)
+
+
+def run_solve(args: argparse.Namespace) -> int:
+    """Solve one problem: the live line on stderr, the answer on stdout. Status 1: no feasible choice was found."""
+    problem = Problem.load(args.problem)
+    with ProgressLine(Console(stderr=True)) as line:
+        solution = solve(
+            problem,
+            strategy=args.strategy,
+            time_limit_s=args.time_limit,
+            seed=args.seed,
+            gap=args.gap,
+            observer=line,
+        )
+    print(f"strategy {solution.strategy}, {solution.seconds:.1f} s")
+    print(f"cost     {number(solution.cost)}")
+    print(f"bound    {number(solution.bound)}")
+    print(f"gap      {percent(solution.cost, solution.bound)}")
+    broken = violations(problem, solution.choice)
+    if broken:
+        print(f"no feasible choice found; the nearest breaks {len(broken)} rules, first: {broken[0]}")
+    if args.print_choice:
+        print("[" + ", ".join(str(pick) for pick in solution.choice) + "]")
+    return 1 if broken else 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run all strategies on all problems; print the table, save the CSV and, if asked for, the plot."""
+    console = Console()
+    names = strategy_names() if args.strategies == "all" else tuple(args.strategies.split(","))
+    problems = [(path.name.removesuffix(".gz").removesuffix(".json"), Problem.load(path)) for path in args.problems]
+    records = compare(
+        problems,
+        [(name, name) for name in names],
+        time_limit_s=args.time_limit,
+        seed=args.seed,
+        on_record=lambda record: console.print(f"{record.problem}  {record.strategy}  {number(record.cost)}"),
+    )
+    console.print(to_table(records))
+    save_csv(records, args.csv)
+    if args.plot is not None:
+        save_plot(records, args.plot)
+    return 0
