@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.intercept import Interceptor
+from autopar.capture.observer import without_override_check
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture, tensor_leaves
 
@@ -29,6 +31,9 @@ class Intercepted(TorchFunctionMode):
         kwargs = kwargs or {}
         with self:
             result = self.interceptor.replace(func, args, kwargs)
+            inner = without_override_check(func) if isinstance(func, FunctionType) else None
+            if result is NotImplemented and inner is not None:
+                result = inner(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
@@ -63,7 +68,8 @@ def assert_capture_matches_eager(
     expected |= {(OutputKind.BUFFER, name): value for name, value in eager.named_buffers()}
     roots = [(value, tangents[item.name]) for item, value in zip(named, outputs, strict=True) if value.requires_grad]
     parameters = dict(eager.named_parameters())
-    gradients = torch.autograd.grad(*zip(*roots, strict=True), parameters.values(), allow_unused=True)  # type: ignore[arg-type]
+    values, grads = zip(*roots, strict=True)
+    gradients = torch.autograd.grad(values, list(parameters.values()), grads, allow_unused=True)
     expected |= {
         (OutputKind.GRADIENT, name): value
         for name, value in zip(parameters, gradients, strict=True)
