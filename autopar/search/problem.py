@@ -77,6 +77,8 @@ def make_problem(
 ) -> Problem:
     """Build a `Problem` from plain lists; an edge's costs may be a matrix, or its rows one after the other."""
     node_costs = tuple(_vector(values, f"node {node} costs") for node, values in enumerate(costs))
+    node_usages = tuple(_vector(values, f"node {node} usages") for node, values in enumerate(usages))
+    _check_node_shapes(node_costs, node_usages)
     pairs = tuple((int(pair[0]), int(pair[1])) for pair in edges)
     matrices = []
     for edge, ((first, second), values) in enumerate(zip(pairs, edge_costs, strict=False)):
@@ -91,7 +93,7 @@ def make_problem(
         raise ProblemFormatError(f"{len(pairs)} edges but {len(edge_costs)} cost lists", where="edges")
     return Problem(
         costs=node_costs,
-        usages=tuple(_vector(values, f"node {node} usages") for node, values in enumerate(usages)),
+        usages=node_usages,
         intervals=tuple((int(low), int(high)) for low, high in intervals),
         edges=pairs,
         edge_costs=tuple(matrices),
@@ -182,12 +184,16 @@ def _check_nodes(problem: Problem) -> None:
     if len(problem.usages) != count or len(problem.intervals) != count:
         sizes = f"{count} cost lists, {len(problem.usages)} usage lists, {len(problem.intervals)} intervals"
         raise ProblemFormatError(sizes, where="nodes")
-    for node, (costs, usages) in enumerate(zip(problem.costs, problem.usages, strict=True)):
-        if costs.ndim != 1 or costs.size == 0 or costs.shape != usages.shape:
-            what = f"costs of shape {costs.shape}, usages of shape {usages.shape}: want one equal, non-empty list each"
-            raise ProblemFormatError(what, where=f"node {node}")
+    _check_node_shapes(problem.costs, problem.usages)
     _check_numbers(problem.costs, "node", "cost", lowest=-float(FORBIDDEN))
     _check_numbers(problem.usages, "node", "usage", lowest=0.0)
+
+
+def _check_node_shapes(costs: Sequence[Array], usages: Sequence[Array]) -> None:
+    for node, (own, used) in enumerate(zip(costs, usages, strict=False)):
+        if own.ndim != 1 or own.size == 0 or own.shape != used.shape:
+            what = f"costs of shape {own.shape}, usages of shape {used.shape}: want one equal, non-empty list each"
+            raise ProblemFormatError(what, where=f"node {node}")
 
 
 def _check_numbers(arrays: Sequence[Array], noun: str, word: str, *, lowest: float) -> None:
