@@ -46,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, help="a folder with the published tables (default: the shipped ones)")
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument("--fit", action="store_true", help="fit the transformers' constants again and print them")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again, on even rows, and print them")
     parser.add_argument("--write-docs", action="store_true", help="refresh the table in docs/cost_models.md")
     options = parser.parse_args(arguments)
     if options.fit:
+        fitting.fit_links(options.data or SHIPPED, print)
         fitting.fit(options.data or SHIPPED, transformers.Constants(), print)
         return 0
     tables = every_table(options.data or SHIPPED, fitted_half=slice(0) if options.data else slice(0, None, 2))

@@ -52,6 +52,7 @@ SYSTEMS = (
     System(r"mi300", "mi300x", "infiniband", 50e9, 8),
     System(r"a100", "a100-80", "infiniband", 25e9, 8),
     System(r"v100", "v100", "infiniband", 12.5e9, 4),
+    System(r"^[^|]*(l40|l4\b|4090|a10g|a10\b)", "l4", "ethernet", 12.5e9, 1),
 )
 
 
@@ -73,7 +74,9 @@ def axis_of(row: dict[str, str], system: System) -> AxisLinks:
 
 
 def usable(row: dict[str, str]) -> bool:
-    """Leaves out derived times and the Polaris rows that their authors mis-set."""
+    """Leaves out derived times, the Polaris rows that their authors mis-set, and what has no price here."""
+    if row["collective"] not in KINDS or system_of(row) is None:
+        return False
     if "derived" in row.get("algo_note", "") or not row["time_us"] or float(row["time_us"]) <= 0:
         return False
     mis_set = row["nnodes"] == "128" and row["collective"] in ("all_reduce", "alltoall")
@@ -82,7 +85,7 @@ def usable(row: dict[str, str]) -> bool:
 
 def compare(path: Path, *, fitted_half: slice) -> Table:
     """Every usable row of the file; rows of `fitted_half` are marked as fitted."""
-    rows = [row for row in read_rows(path) if usable(row) and system_of(row) is not None]
+    rows = [row for row in read_rows(path) if usable(row)]
     fitted = set(range(len(rows))[fitted_half])
     made = [_compared(row, fitted=index in fitted) for index, row in enumerate(rows)]
     large = [item for item, row in zip(made, rows, strict=True) if float(row["bytes"]) >= MIB]

@@ -1,14 +1,19 @@
-"""Fits the constants of `transformers.Constants` again, on the even rows of each table."""
+"""Fits the constants again, on the even rows of each table: of each kind of link, and `transformers.Constants`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import minimize
 
+from autopar.cost_models.collectives import Collective, collective_seconds
+from autopar.cost_models.hardware import AxisLinks
+from autopar.cost_models.links import LINK_KINDS, Link
+from published_tables import collectives
 from published_tables.comparison import read_rows
 from published_tables.transformers import RUNS, Constants
 
@@ -49,3 +54,72 @@ def _fit_group(folder: Path, start: Constants, files: tuple[str, ...], names: tu
     simplex = np.vstack([np.zeros(len(names)), -0.2 * np.eye(len(names))])
     found = minimize(loss, simplex[0], method="Nelder-Mead", options={"maxfev": 400, "initial_simplex": simplex})
     return moved(found.x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of one system, collective and number of ranks: all their sizes at once."""
+
+    kind: Collective
+    axis: AxisLinks
+    sizes: np.ndarray
+    measured_s: np.ndarray
+
+    @property
+    def link(self) -> str:
+        """The kind of link that decides."""
+        return self.axis.inter.kind if self.axis.nodes > 1 else self.axis.intra.kind
+
+
+def fit_links(folder: Path, report: Callable[[str], None]) -> None:
+    """Report the label fraction and the hop latency of each kind of link that minimize the mean |log error|."""
+    if not (folder / collectives.FILE).is_file():
+        return
+    groups = _groups(folder)
+    for kind in sorted({group.link for group in groups}):
+        mine = [group for group in groups if group.link == kind]
+        fraction, latency = np.exp(_minimum(partial(_link_loss, mine)))
+        known = LINK_KINDS[kind]
+        report(
+            f"{kind}: label fraction {known.label_fraction * fraction:.3g} (in use {known.label_fraction:g}), "
+            f"hop {known.latency_s * latency * 1e6:.3g} µs (in use {known.latency_s * 1e6:g})"
+        )
+
+
+def _groups(folder: Path) -> list[_Group]:
+    rows = [row for row in read_rows(folder / collectives.FILE) if collectives.usable(row)][::2]
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("gpu", "network", "ngpus", "nnodes", "collective"))
+        found.setdefault(key, []).append(row)
+    made = []
+    for same in found.values():
+        system = collectives.system_of(same[0])
+        assert system is not None
+        sizes = np.array([float(row["bytes"]) for row in same])
+        seconds = np.array([float(row["time_us"]) * 1e-6 for row in same])
+        kind = collectives.KINDS[same[0]["collective"]]
+        made.append(_Group(kind, collectives.axis_of(same[0], system), sizes, seconds))
+    return made
+
+
+def _link_loss(groups: list[_Group], logs: np.ndarray) -> float:
+    fraction, latency = (float(value) for value in np.exp(logs))
+
+    def changed(link: Link) -> Link:
+        return replace(link, bytes_per_s=link.bytes_per_s * fraction, latency_s=link.latency_s * latency)
+
+    errors = []
+    for group in groups:
+        axis = group.axis
+        inside = axis.nodes == 1
+        axis = replace(axis, intra=changed(axis.intra)) if inside else replace(axis, inter=changed(axis.inter))
+        predicted = collective_seconds(group.kind, group.sizes, axis)
+        errors.append(np.abs(np.log(predicted / group.measured_s)))
+    return float(np.mean(np.concatenate(errors))) + PRIOR * float(np.sum(logs**2))
+
+
+def _minimum(loss: Callable[[np.ndarray], float]) -> np.ndarray:
+    simplex = np.array([[0.0, 0.0], [0.2, 0.0], [0.0, 0.5]])
+    found = minimize(loss, simplex[0], method="Nelder-Mead", options={"maxfev": 150, "initial_simplex": simplex})
+    return np.asarray(found.x)
