@@ -10,9 +10,10 @@ from torch import fx
 
 from autopar.passes.copy_graph import copy_graph
 from autopar.passes.moves import move
+from autopar.passes.storages import view_root
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import Layout, format_layout
-from autopar.sharding.reshard import effective_layout
+from autopar.sharding.reshard import effective_layout, moves_once
 
 INHERITED_META = ("stack_trace", "where", "nn_module_stack", "module", "phase")
 
@@ -22,7 +23,8 @@ def insert_moves(gm: fx.GraphModule, assignment: Assignment) -> fx.GraphModule:
 
     Invariant: each value keeps its meaning; only where it lives changes.
     Ensures: no edge disagrees with `assignment`, graph outputs included. Readers of one phase that need the same layout
-    share one move, right before the first of them; a value that both phases gather is gathered in both.
+    share one move, right before the first of them. A value that both phases gather is gathered in both; what the
+    forward has summed, cut or exchanged is saved so (`moves_once`), unless it is an input of the program.
     """
     gm = copy_graph(gm)
     inserter = _Inserter(assignment)
@@ -64,7 +66,11 @@ class _Inserter:
         mesh_shape = self.assignment.mesh_shape
         if effective_layout(source, mesh_shape) == effective_layout(target, mesh_shape):
             return value
-        key = (value, effective_layout(target, mesh_shape), reader.meta.get("phase", "forward"))
+        goal = effective_layout(target, mesh_shape)
+        early = self.moves.get((value, goal, "forward"))
+        if early is not None and view_root(value).op != "placeholder" and moves_once(source, target, mesh_shape):
+            return early
+        key = (value, goal, reader.meta.get("phase", "forward"))
         if key not in self.moves:
             with value.graph.inserting_before(before):
                 node = value.graph.call_function(move, (value, format_layout(source), format_layout(target)))

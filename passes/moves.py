@@ -103,7 +103,9 @@ def _all_gather(change: _Change, value: fx.Node) -> fx.Node:
     """Shard to Replicate: collectives join chunks along dim 0, so other dims are moved there and back."""
     build, dim = change.build, _dim(change.step.source)
     sent = _packed(build, _padded(change, _as_carrier(build, value), dim))
-    gathered = build.wait(build.op(c10d.all_gather_into_tensor.default, sent, change.ranks, change.group))
+    rows, *rest = sent.meta["val"].shape
+    shape = (rows * change.ranks, *rest)
+    gathered = build.collective(c10d.all_gather_into_tensor.default, sent, shape, change.ranks, change.group)
     whole = _cut(change, _join_chunks(change, gathered, dim), dim)
     return _from_carrier(build, whole, value.meta["val"].dtype)
 
@@ -113,8 +115,9 @@ def _reduce_scatter(change: _Change, value: fx.Node) -> fx.Node:
     build, dim = change.build, _dim(change.step.target)
     whole = _padded(change, _as_carrier(build, value), dim)
     sent = _packed(build, _split_chunks(change, whole, dim))
-    scatter = c10d.reduce_scatter_tensor.default
-    own = build.wait(build.op(scatter, sent, "sum", change.ranks, change.group))
+    rows, *rest = sent.meta["val"].shape
+    shape = (rows // change.ranks, *rest)
+    own = build.collective(c10d.reduce_scatter_tensor.default, sent, shape, "sum", change.ranks, change.group)
     return _from_carrier(build, _cut(change, own, dim), value.meta["val"].dtype)
 
 
@@ -125,8 +128,9 @@ def _all_to_all(change: _Change, value: fx.Node) -> fx.Node:
     for dim in (old, new):
         sent = _padded(change, sent, dim)
     sent = _packed(build, _split_chunks(change, sent, new))
-    each = [sent.meta["val"].shape[0] // change.ranks] * change.ranks
-    received = build.wait(build.op(c10d.all_to_all_single.default, sent, each, each, change.group))
+    shape = sent.meta["val"].shape
+    each = [shape[0] // change.ranks] * change.ranks
+    received = build.collective(c10d.all_to_all_single.default, sent, shape, each, each, change.group)
     whole = _cut(change, _cut(change, _join_chunks(change, received, old), old), new)
     return _from_carrier(build, whole, value.meta["val"].dtype)
 

@@ -7,6 +7,7 @@ from torch import fx
 
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
 from autopar.passes.copy_graph import copy_graph
+from autopar.passes.storages import view_root
 
 _aten = torch.ops.aten
 HEAVY_NAMES = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "attention",
@@ -59,15 +60,24 @@ def _may_pass(node: fx.Node, collective: fx.Node, barriers: set[fx.Node]) -> boo
 
 
 def _with_packing(collective: fx.Node) -> set[fx.Node]:
-    """A collective and the ops of the same move that pad and pack its input."""
+    """A collective, the ops of the same move that pad and pack its input, and the views of inputs below it."""
     found, waiting = {collective}, list(collective.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        own = node.op == "call_function" and node.meta.get("move") == collective.meta.get("move") is not None
-        if own and not is_wait(node) and len(node.users) == 1:
+        if _packs(node, collective) or _is_view_of_input(node, collective):
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
+
+
+def _packs(node: fx.Node, collective: fx.Node) -> bool:
+    own = node.op == "call_function" and node.meta.get("move") == collective.meta.get("move") is not None
+    return own and not is_wait(node) and len(node.users) == 1
+
+
+def _is_view_of_input(node: fx.Node, collective: fx.Node) -> bool:
+    same_phase = node.meta.get("phase") == collective.meta.get("phase")
+    return same_phase and node.op == "call_function" and view_root(node).op == "placeholder"
 
 
 def _wait_late(collective: fx.Node) -> None:

@@ -72,8 +72,8 @@ def run_lockstep(
 
     Requires: collectives are `_c10d_functional` ops on virtual groups. The members of a group must agree in the order,
     the sizes and the arguments of their collectives, else CollectiveMismatchError names the nodes. Values are freed at
-    their last use, as in generated code, and the input of a collective at its wait at the earliest, as process groups do
-    (all_reduce works on a copy); a list of inputs of a boxed graph is emptied, as by calling the graph.
+    their last use, as in generated code, and the input of a collective at its wait at the earliest, as process groups
+    do (all_reduce works on a copy). A list of inputs of a boxed graph is emptied, as by calling the graph.
     """
     watch = observer or NoObserver()
     inboxes: list[list[Tensor]] = [[] for _ in graph_modules]

@@ -7,6 +7,7 @@ the next inner one (outer axes span nodes). So the program that the passes emit 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -105,6 +106,21 @@ def _seconds(
 def effective_layout(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
     """`layout` with the axes of a single rank replicated: there, all placements hold the same."""
     return tuple(placement if ranks > 1 else REPLICATE for placement, ranks in zip(layout, mesh_shape, strict=True))
+
+
+def moves_once(source: Layout, target: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Whether the backward reads what the forward has moved, rather than moving the value again.
+
+    So where the moved shard is no larger than its source (a sum taken, a slice, an exchange): saving it costs no more
+    bytes than saving the source. A gather is repeated. Inputs of the program are there anyway: they are never saved.
+    """
+    ways = [
+        math.prod(
+            ranks for placement, ranks in zip(layout, mesh_shape, strict=True) if shard_dim(placement) is not None
+        )
+        for layout in (source, target)
+    ]
+    return ways[1] >= ways[0]
 
 
 def _reduction(layout: Layout) -> str:

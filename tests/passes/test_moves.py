@@ -115,7 +115,7 @@ def moves(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Layout, La
     return mesh, shape, source, target
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(moves())
 def test_a_move_keeps_the_value_and_sends_the_bytes_of_its_steps(
     case: tuple[tuple[int, ...], tuple[int, ...], Layout, Layout],
