@@ -6,6 +6,9 @@ that the device has no rate for is an `UnpricedError`. A multiply-add is 2 flops
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -157,9 +160,10 @@ def host_copy_seconds(device: Device, moved_bytes: Numeric) -> Number:
     return device.launch_s + 1.0 * moved_bytes / device.host_bytes_per_s
 
 
-def _matmul_numbers(device: Device, dtype: str) -> dict[str, float]:
+@lru_cache(maxsize=256)
+def _matmul_numbers(device: Device, dtype: str) -> Mapping[str, float]:
     peak, curve = device.peak(dtype), _curve(device, dtype)
-    return {
+    numbers = {
         "peak_flops_per_s": peak,
         "efficiency": curve.efficiency,
         "ramp_s": curve.ramp_s,
@@ -168,24 +172,28 @@ def _matmul_numbers(device: Device, dtype: str) -> dict[str, float]:
         "memory_bytes_per_s": device.memory_bytes_per_s * device.memory_efficiency,
         "launch_s": device.launch_s,
     }
+    return MappingProxyType(numbers)
 
 
-def _dense_numbers(device: Device, dtype: str, fraction: float) -> dict[str, float]:
-    numbers = _matmul_numbers(device, dtype)
+@lru_cache(maxsize=256)
+def _dense_numbers(device: Device, dtype: str, fraction: float) -> Mapping[str, float]:
+    numbers = dict(_matmul_numbers(device, dtype))
     del numbers["tile"], numbers["element_bytes"]
-    return numbers | {"efficiency": numbers["efficiency"] * fraction}
+    return MappingProxyType(numbers | {"efficiency": numbers["efficiency"] * fraction})
 
 
-def _memory_numbers(device: Device, dtype: str | None) -> dict[str, float]:
+@lru_cache(maxsize=256)
+def _memory_numbers(device: Device, dtype: str | None) -> Mapping[str, float]:
     double = dtype is not None and canonical_dtype(dtype) in ("float64", "complex128")
     memory_bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
-    return {
+    numbers = {
         "memory_bytes_per_s": memory_bytes_per_s,
         "cache_bytes": device.cache_bytes,
         "cache_bytes_per_s": device.cache_bytes_per_s or memory_bytes_per_s,
         "vector_flops_per_s": device.peak("float64" if double else "float32"),
         "launch_s": device.launch_s,
     }
+    return MappingProxyType(numbers)
 
 
 def _curve(device: Device, dtype: str) -> MatmulCurve:

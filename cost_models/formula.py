@@ -53,6 +53,7 @@ class Formula:
     source: str
     result_unit: str = "s"
     leaves_out: str = ""
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _on_arrays: Callable[..., Any] = field(init=False, repr=False, compare=False)
     _on_floats: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
@@ -65,13 +66,14 @@ class Formula:
         floats = PythonCodePrinter({"fully_qualified_modules": False, "inline": True})
         set_ = object.__setattr__
         set_(self, "units", MappingProxyType(dict(self.units)))
+        set_(self, "_names", tuple(self.units))
         set_(self, "_on_arrays", sympy.lambdify(arguments, self.expression, "numpy", printer=arrays))
         set_(self, "_on_floats", sympy.lambdify(arguments, self.expression, "math", printer=floats))
 
     def value(self, **numbers: Numeric) -> Number:
         """The formula at these numbers, in `result_unit`: a float, or an array if any number is an array."""
-        values = [numbers[name] for name in self.units]
-        if any(isinstance(value, np.ndarray) for value in values):
+        values = [numbers[name] for name in self._names]
+        if np.ndarray in map(type, values):
             result = self._on_arrays(*(np.asarray(value, dtype=np.float64) for value in values))
             return np.asarray(result, dtype=np.float64)
         return float(self._on_floats(*values))

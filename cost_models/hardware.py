@@ -87,8 +87,11 @@ class Device:
     cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
     cache_bytes_per_s: float = 0.0
     source: str = ""
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        numbers = (self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s, *self.peak_flops.items())
+        object.__setattr__(self, "_hash", hash(numbers))  # once: a price looks its device up in caches
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "matmul", MappingProxyType(dict(self.matmul)))
         require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
@@ -106,10 +109,10 @@ class Device:
         require(cached, f"{self.name}: cache_bytes without cache_bytes_per_s")
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.memory_bytes_per_s, self.launch_s))
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = (getattr(self, item.name) for item in fields(self))
+        values = (getattr(self, item.name) for item in fields(self) if item.init)
         return Device, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
 
     def peak(self, dtype: str) -> float:
@@ -230,6 +233,17 @@ class AxisLinks:
     sharing: int
     protocols: tuple[Protocol, ...]
     rails_per_rank: float = 1.0
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = (self.ranks, self.ranks_per_node, self.nodes, self.intra, self.inter, self.sharing, self.protocols)
+        object.__setattr__(self, "_hash", hash(parts))  # once: every price looks its axis up in a cache
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a hash is of this process: it is made again where this is read
+        return AxisLinks, tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
     @property
     def node_bytes_per_s(self) -> float:
@@ -285,7 +299,7 @@ def _link(values: dict[str, Any]) -> Link:
 
 def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """An instance from a mapping; a missing, unknown or mistyped field is a `HardwareProfileError`."""
-    known = {item.name for item in fields(kind)}
+    known = {item.name for item in fields(kind) if item.init}
     require(values.keys() <= known, f"{kind.__name__}: unknown fields {sorted(values.keys() - known)}")
     try:
         return kind(**values)
@@ -294,7 +308,7 @@ def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _plain(profile: HardwareProfile) -> dict[str, Any]:
-    device = {item.name: getattr(profile.device, item.name) for item in fields(Device)}
+    device = {item.name: getattr(profile.device, item.name) for item in fields(Device) if item.init}
     device["peak_flops"] = dict(profile.device.peak_flops)
     device["matmul"] = {dtype: asdict(curve) for dtype, curve in profile.device.matmul.items()}
     plain = {item.name: getattr(profile, item.name) for item in fields(HardwareProfile)}

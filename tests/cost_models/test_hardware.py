@@ -37,6 +37,8 @@ def test_a_profile_survives_json_pickle_and_copy(name: str) -> None:
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert pickle.loads(pickle.dumps(profile)) == profile
     assert copy.deepcopy(profile.device) == profile.device
+    axes = axis_links(profile, (2, 8))
+    assert pickle.loads(pickle.dumps(axes)) == axes
 
 
 @pytest.mark.parametrize("name", SHIPPED)
