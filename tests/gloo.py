@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -60,7 +61,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 def _received(pipe: Connection, rank: int) -> Any:
     try:
-        error, result = pipe.recv()
+        error, result = pickle.loads(pipe.recv_bytes())
     except EOFError:
         raise RuntimeError(f"rank {rank} died") from None
     if error is not None:
@@ -88,8 +89,8 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        pipe.send((None, function(*args)))
+        pipe.send_bytes(pickle.dumps((None, function(*args))))  # by value: a shared tensor would die with its process
         dist.barrier()  # none leaves while another still talks to it
         dist.destroy_process_group()
     except Exception:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

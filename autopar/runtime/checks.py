@@ -65,7 +65,7 @@ class RankGroup:
         if self.size == 1:
             return seed
         digest = int(_digest(key), 16)
-        votes = torch.tensor([digest, -digest, seed if self.is_first else LARGEST])
+        votes = torch.tensor([digest, -digest, seed if self.is_first else LARGEST], device="cpu")
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         lowest, highest, seed = votes.tolist()
         if lowest != -highest:

@@ -33,9 +33,10 @@ def is_meta(model: nn.Module) -> bool:
 def initialise(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], seed: int) -> Initialised:
     """Allocate and fill this rank's shards of the meta tensors, one module at a time.
 
-    A module is filled by the `_init_weights(module)` of the nearest module above it that has one (as Hugging Face
-    models do), else by its own `reset_parameters()`. Every rank runs every module's initialisation on the full
-    tensors, from the same seed, so the values do not depend on the mesh. The model itself stays on meta.
+    A module is filled by its own `reset_parameters()`, then by the `_init_weights(module)` of the nearest module above
+    it that has one (as Hugging Face models do): what its constructor would have done. Every rank runs every module's
+    initialisation on the full tensors, from the same seed, so the values do not depend on the mesh. The model itself
+    stays on meta.
     """
     found = Initialised({}, {}, frozenset())
     missing: set[str] = set()
@@ -64,7 +65,7 @@ def _keep(found: Initialised, mesh: DeviceMesh, layouts: Mapping[str, Layout], n
 Initialiser = Callable[[nn.Module], object]
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialiser]]:
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialiser | None]]:
     """(prefix, module, its initialiser) of every module that itself holds meta tensors."""
     above: dict[str, Initialiser] = {}
     for path, module in model.named_modules():
@@ -74,7 +75,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialiser]]:
             above[path] = general
         own = (*module._parameters.values(), *module._buffers.values())
         if any(tensor is not None and tensor.is_meta for tensor in own):
-            yield f"{path}." if path else "", module, general or _resetting
+            yield f"{path}." if path else "", module, general
 
 
 def _resetting(module: nn.Module) -> None:
@@ -85,13 +86,13 @@ def _resetting(module: nn.Module) -> None:
             return
 
 
-def _filled(module: nn.Module, initialiser: Initialiser) -> dict[str, tuple[Tensor, bool]]:
+def _filled(module: nn.Module, initialiser: Initialiser | None) -> dict[str, tuple[Tensor, bool]]:
     """The module's own meta tensors with values, and whether something was written into every element."""
     twin = _twin(module)
     marks = {name: _mark(tensor) for name, tensor in _own_tensors(twin).items()}
-    initialiser(twin)
-    if any(_is_marked(tensor, marks[name]) for name, tensor in _own_tensors(twin).items() if name in marks):
-        _resetting(twin)
+    _resetting(twin)
+    if initialiser is not None:
+        initialiser(twin)
     names = [name for name, tensor in _own_tensors(module).items() if tensor.is_meta]
     filled = {name: _own_tensors(twin)[name] for name in names}
     return {name: (tensor, not _is_marked(tensor, marks[name])) for name, tensor in filled.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,6 +58,15 @@ class _Session:
     empty: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # tensors without values, their writes so far
     seed: int = 0  # of the first rank's generator, when last looked at
     calls: int = 0  # since that seed was set
+
+    def note_empty(self, tensors: Mapping[str, Tensor]) -> None:
+        """Remember that these tensors have no values, unless somebody writes them from here on."""
+        self.empty = {name: (tensor, _writes(tensor)) for name, tensor in tensors.items()}
+
+    def still_empty(self) -> dict[str, Tensor]:
+        """The tensors of a meta model that were written neither by their modules nor by the user."""
+        self.empty = {name: item for name, item in self.empty.items() if _writes(item[0]) == item[1]}
+        return {name: tensor for name, (tensor, _) in self.empty.items()}
 
 
 class ParallelModule(Container):
@@ -231,8 +240,10 @@ class ParallelModule(Container):
         if set(planned) != set(parameters):
             raise PlanError("the plan is of a model with other parameters")
         if self._replans():
+            empty = session.still_empty()
             for name, parameter in parameters.items():
                 lay_out_parameter(parameter, planned[name])
+            session.note_empty(empty)
             for optimizer in session.optimizers:
                 lay_out_optimizer_state(optimizer)
             session.planned = self._wanted()
@@ -241,11 +252,8 @@ class ParallelModule(Container):
                 raise PlanError(f"the plan wants parameter {name!r} in another layout than it lies in")
 
     def _check_initialized(self) -> None:
-        """Raise UninitializedError if a tensor of a meta model was written neither by its module nor by the user."""
-        empty = self._session.empty
-        for name, (tensor, writes) in list(empty.items()):
-            if _writes(tensor) != writes:
-                del empty[name]
+        """Raise UninitializedError while tensors of a meta model have no values."""
+        empty = self._session.still_empty()
         if empty:
             raise UninitializedError(
                 f"{len(empty)} tensors of the meta model have no values: {', '.join(sorted(empty)[:5])}",
@@ -277,9 +285,8 @@ def _distributed(session: _Session) -> tuple[dict[str, nn.Parameter], dict[str, 
     for name, buffer in model.named_buffers():
         filled = made.buffers.get(name) if made is not None else None
         buffers[name] = filled if filled is not None else replicated_buffer(buffer, mesh)
-    for name in made.missing if made is not None else ():
-        tensor = parameters[name] if name in parameters else buffers[name]
-        session.empty[name] = tensor, _writes(tensor)
+    known: dict[str, Tensor] = {**buffers, **parameters}
+    session.note_empty({name: known[name] for name in (made.missing if made is not None else ())})
     return parameters, buffers
 
 

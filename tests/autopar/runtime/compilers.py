@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture
@@ -104,6 +104,8 @@ def _agreement(wanted: tuple[Layout, ...], given: list[Layout]) -> int:
         for one, other in zip(want, have, strict=True):
             if one == other:
                 score += 0 if isinstance(one, Replicate) else 3
-            else:
-                score -= 2 if isinstance(other, Replicate) else 0
+            elif isinstance(one, Partial):  # nothing is made a partial sum
+                score -= 100
+            elif isinstance(other, Replicate):
+                score -= 2
     return score
