@@ -28,7 +28,7 @@ def _add_solve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=0.0, help="stop when proven within this share of the cost")
     parser.add_argument("--print-choice", action="store_true", help="print the choice as one bracketed list, last")
-    parser.set_defaults(handler=run_solve)
+    parser.set_defaults(run=run_solve)
 
 
 def _add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,7 +39,7 @@ def _add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", type=Path, default=Path("bench-search.csv"), help="where the records go")
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="where the plot goes (matplotlib)")
-    parser.set_defaults(handler=run_bench)
+    parser.set_defaults(run=run_bench)
 
 
 def run_solve(args: argparse.Namespace) -> int:

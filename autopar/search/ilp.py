@@ -160,7 +160,8 @@ class _IlpSearch:
         while self.run.left() > 0:
             before = pair_count(self.network)
             search = PricedSearch(self.network, self.prices)
-            budget = time.monotonic() + min(0.15 * self.run.left(), 0.2 + _PRICE_S_PER_PAIR * before)
+            seconds = 0.2 + _PRICE_S_PER_PAIR * before * (1 + before / 500_000)
+            budget = time.monotonic() + min(0.5 * self.run.left(), seconds)
             stale = 0
             while time.monotonic() < budget and stale < 2 and not self.run.is_proven(self.gap):
                 bound = search.bound

@@ -73,11 +73,9 @@ class Messages:
         self.order = [pricing.place[node] for node in order]
         count = len(order)
         self.inbox: list[Array] = []  # one array per (edge, direction), the message into a node
-        self.incoming: list[list[int]] = [[] for _ in range(count)]
-        # per node: (edge out, edge back, costs by [other, own]) to later and to earlier nodes
+        # per node: (message out, message in, costs by [other, own]) to later nodes, and with the other to earlier ones
         self.later: list[list[tuple[int, int, Array]]] = [[] for _ in range(count)]
-        self.earlier: list[list[tuple[int, int, Array]]] = [[] for _ in range(count)]
-        self.given: list[list[tuple[int, Array]]] = [[] for _ in range(count)]  # (earlier node, costs [it, own])
+        self.earlier: list[list[tuple[int, int, int, Array]]] = [[] for _ in range(count)]
         self.edges: list[tuple[int, int, Array]] = []
         for first in order:
             for second, matrix in network.links[first].items():
@@ -89,11 +87,8 @@ class Messages:
     def _connect(self, first: int, second: int, matrix: Array) -> None:
         out, back = len(self.inbox), len(self.inbox) + 1
         self.inbox.extend([np.zeros(matrix.shape[1]), np.zeros(matrix.shape[0])])
-        self.incoming[second].append(out)
-        self.incoming[first].append(back)
         self.later[first].append((out, back, np.ascontiguousarray(matrix.T)))
-        self.earlier[second].append((back, out, np.ascontiguousarray(matrix)))
-        self.given[second].append((first, np.ascontiguousarray(matrix)))
+        self.earlier[second].append((back, out, first, np.ascontiguousarray(matrix)))
         self.edges.append((first, second, matrix))
 
     def split(self, flat: Array) -> list[Array]:
@@ -104,18 +99,17 @@ class Messages:
         """One pass in order; returns the positions chosen on the way, each given the earlier ones."""
         inbox, positions = self.inbox, np.zeros(len(self.order), dtype=np.int64)
         for node in self.order:
-            belief = costs[node]
-            for edge in self.incoming[node]:
+            ahead = costs[node]  # own costs and what the later nodes say
+            for _, back, _ in self.later[node]:
+                ahead = ahead + inbox[back]
+            belief = conditional = ahead
+            for _, edge, other, matrix in self.earlier[node]:
                 belief = belief + inbox[edge]
-            conditional = costs[node]
-            for other, matrix in self.given[node]:
                 conditional = conditional + matrix[positions[other]]
-            weight = self.weight[node]
-            for out, back, matrix in self.later[node]:
-                conditional = conditional + inbox[back]
-                message = _reduce_min(matrix + (weight * belief - inbox[back]), axis=1)
-                inbox[out] = message - _reduce_min(message)
             positions[node] = conditional.argmin()
+            belief = self.weight[node] * belief
+            for out, back, matrix in self.later[node]:
+                inbox[out] = _reduce_min(matrix + (belief - inbox[back]), axis=1)
         return positions
 
     def backward(self, costs: list[Array]) -> float:
@@ -123,15 +117,17 @@ class Messages:
         inbox, bound = self.inbox, self.offset
         for node in reversed(self.order):
             belief = costs[node]
-            for edge in self.incoming[node]:
+            for _, back, _ in self.later[node]:
+                belief = belief + inbox[back]
+            for _, edge, _, _ in self.earlier[node]:
                 belief = belief + inbox[edge]
             least = _reduce_min(belief)
             bound += least
             belief = belief - least
             self.beliefs[node] = belief
-            weight = self.weight[node]
-            for out, back, matrix in self.earlier[node]:
-                message = _reduce_min(matrix + (weight * belief - inbox[back]), axis=1)
+            belief = self.weight[node] * belief
+            for out, back, _, matrix in self.earlier[node]:
+                message = _reduce_min(matrix + (belief - inbox[back]), axis=1)
                 least = _reduce_min(message)
                 bound += least
                 inbox[out] = message - least

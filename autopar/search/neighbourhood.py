@@ -93,7 +93,7 @@ class Neighbourhoods:
 def resolve(small: Network, now: float, prices: Array | None, seed: int, deadline: float) -> Array | None:
     """Labels of all nodes of a small network at a cost below `now` (quanta), if there is one and time to find it."""
     try:
-        presolve(small, deadline=deadline)
+        presolve(small, deadline=deadline, dominance_cells=0)
         labels = _resolve_reduced(small, now, prices, seed, deadline)
     except (Deadend, Overfull):
         return None
@@ -124,7 +124,7 @@ def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int
             return found
         small.restrict(node, keep)
     marked = small.times[times]
-    presolve(small, deadline=deadline)
+    presolve(small, deadline=deadline, dominance_cells=0)
     if not small.nodes():
         return small.recover({}) if small.offset < upper else found
     rows = np.flatnonzero(np.isin(small.times, marked))

@@ -15,8 +15,6 @@ import numpy as np
 
 from autopar.search.network import Array, Network, Step
 
-_DOMINANCE_CELLS = 400_000  # the greatest three-way table that a dominance test may build
-
 
 class Deadend(Exception):
     """No choice avoids every forbidden pair."""
@@ -30,19 +28,23 @@ class Overfull(Exception):
         super().__init__()
 
 
-def presolve(network: Network, *, deadline: float = np.inf, growth: float = 1.5) -> None:
-    """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend`.
+def presolve(
+    network: Network, *, deadline: float = np.inf, growth: float = 1.5, dominance_cells: int = 3_200_000
+) -> None:
+    """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend` and `Overfull`.
 
-    `growth` bounds by what factor eliminating a node of degree two may increase the number of pairs.
+    `growth` bounds by what factor eliminating a node of degree two may increase the number of pairs;
+    `dominance_cells`, the three-way table (strategies by strategies by pairs) that a dominance test may build.
     """
-    Reducer(network, deadline, growth).run()
+    Reducer(network, deadline, growth, dominance_cells).run()
 
 
 class Reducer:
     """One run of the reductions over one network; holds the queues of what to look at again."""
 
-    def __init__(self, network: Network, deadline: float, growth: float) -> None:
+    def __init__(self, network: Network, deadline: float, growth: float, dominance_cells: int) -> None:
         self.network, self.deadline, self.growth = network, deadline, growth
+        self.dominance_cells = dominance_cells
         self.edges: deque[tuple[int, int]] = deque()
         self.queued: set[tuple[int, int]] = set()
         self.touched: deque[int] = deque()
@@ -60,7 +62,7 @@ class Reducer:
                 raise Overfull(network.tight_times)
             changed = self.eliminate_low_degrees()
             self.drain()
-            if not changed:
+            if not changed and self.dominance_cells:
                 changed = self.drop_dominated()
 
     def push_edges(self, node: int) -> None:
@@ -198,7 +200,7 @@ class Reducer:
                 break
             if not self.network.alive[node]:
                 continue
-            winner = dominators(self.network, node)
+            winner = dominators(self.network, node, self.dominance_cells)
             keep = winner == np.arange(len(winner))
             if keep.all():
                 continue
@@ -238,13 +240,16 @@ def minimise_out(network: Network, node: int) -> None:
     network.link(others[0], others[1], least)
 
 
-def dominators(network: Network, node: int) -> Array:
-    """Per strategy: itself, or one that beats it in cost (for every choice of the neighbours) and usage."""
+def dominators(network: Network, node: int, cells: int) -> Array:
+    """Per strategy: itself, or one that beats it in cost (for every choice of the neighbours) and usage.
+
+    Looks only at nodes whose three-way table stays below `cells`.
+    """
     costs = network.unary[node]
     size = len(costs)
     winner = np.arange(size)
     blocks = list(network.links[node].values())
-    if size < 2 or size * sum(block.shape[1] for block in blocks) * size > _DOMINANCE_CELLS * 8:
+    if size < 2 or size * sum(block.shape[1] for block in blocks) * size > cells:
         return winner
     worst = costs[:, None] - costs[None, :]  # [i, j]: the most that i costs above j
     with np.errstate(invalid="ignore"):
