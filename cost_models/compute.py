@@ -25,10 +25,17 @@ _launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s e
 _rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
 _moved, _flops, _cache, _cache_rate = symbols("moved_bytes flops cache_bytes cache_bytes_per_s")
 _batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
+_MEMORY_UNITS = {"memory_bytes_per_s": "B/s", "cache_bytes": "B", "cache_bytes_per_s": "B/s"}
 
 
 def _padded(size: sympy.Expr) -> sympy.Expr:
     return sympy.ceiling(size / _tile) * _tile
+
+
+def _traffic_s(moved: sympy.Expr) -> sympy.Expr:
+    """Seconds of memory traffic: what fits stays in the cache from one op to the next."""
+    cached = sympy.Min(moved, _cache)
+    return cached / _cache_rate + (moved - cached) / _rate
 
 
 MATMUL = Formula(
@@ -36,27 +43,25 @@ MATMUL = Formula(
     _launch
     + sympy.Max(
         2 * _batch * _padded(_m) * _padded(_n) * _k / (_peak * _efficiency) + _ramp,
-        _element * _batch * (_m * _k + _k * _n + _m * _n) / _rate,
+        _traffic_s(_element * _batch * (_m * _k + _k * _n + _m * _n)),
     ),
     {"batch": "", "m": "", "n": "", "k": "", "element_bytes": "B", "tile": "", "peak_flops_per_s": "FLOP/s",
-     "efficiency": "", "ramp_s": "s", "memory_bytes_per_s": "B/s", "launch_s": "s"},
+     "efficiency": "", "ramp_s": "s", **_MEMORY_UNITS, "launch_s": "s"},
     ROOFLINE,
     leaves_out="wave quantization, power throttling, epilogues",
 )  # fmt: skip
-_cached = sympy.Min(_moved, _cache)  # what stays in the cache from one op to the next
 MEMORY_BOUND = Formula(
     "memory-bound op",
-    _launch + sympy.Max(_cached / _cache_rate + (_moved - _cached) / _rate, _flops / _vector),
-    {"moved_bytes": "B", "flops": "FLOP", "memory_bytes_per_s": "B/s", "cache_bytes": "B",
-     "cache_bytes_per_s": "B/s", "vector_flops_per_s": "FLOP/s", "launch_s": "s"},
+    _launch + sympy.Max(_traffic_s(_moved), _flops / _vector),
+    {"moved_bytes": "B", "flops": "FLOP", **_MEMORY_UNITS, "vector_flops_per_s": "FLOP/s", "launch_s": "s"},
     ROOFLINE,
     leaves_out="strided access, more than one level of cache",
 )  # fmt: skip
 DENSE = Formula(
     "compute-bound op",
-    _launch + sympy.Max(_flops / (_peak * _efficiency) + _ramp, _moved / _rate),
+    _launch + sympy.Max(_flops / (_peak * _efficiency) + _ramp, _traffic_s(_moved)),
     {"flops": "FLOP", "moved_bytes": "B", "peak_flops_per_s": "FLOP/s", "efficiency": "", "ramp_s": "s",
-     "memory_bytes_per_s": "B/s", "launch_s": "s"},
+     **_MEMORY_UNITS, "launch_s": "s"},
     ROOFLINE,
 )  # fmt: skip
 
@@ -169,10 +174,9 @@ def _matmul_numbers(device: Device, dtype: str) -> Mapping[str, float]:
         "ramp_s": curve.ramp_s,
         "tile": curve.tile,
         "element_bytes": dtype_bytes(dtype),
-        "memory_bytes_per_s": device.memory_bytes_per_s * device.memory_efficiency,
         "launch_s": device.launch_s,
     }
-    return MappingProxyType(numbers)
+    return MappingProxyType(numbers | _memory_rates(device))
 
 
 @lru_cache(maxsize=256)
@@ -185,15 +189,17 @@ def _dense_numbers(device: Device, dtype: str, fraction: float) -> Mapping[str, 
 @lru_cache(maxsize=256)
 def _memory_numbers(device: Device, dtype: str | None) -> Mapping[str, float]:
     double = dtype is not None and canonical_dtype(dtype) in ("float64", "complex128")
+    vector = device.peak("float64" if double else "float32")
+    return MappingProxyType({"vector_flops_per_s": vector, "launch_s": device.launch_s, **_memory_rates(device)})
+
+
+def _memory_rates(device: Device) -> dict[str, float]:
     memory_bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
-    numbers = {
+    return {
         "memory_bytes_per_s": memory_bytes_per_s,
         "cache_bytes": device.cache_bytes,
         "cache_bytes_per_s": device.cache_bytes_per_s or memory_bytes_per_s,
-        "vector_flops_per_s": device.peak("float64" if double else "float32"),
-        "launch_s": device.launch_s,
     }
-    return MappingProxyType(numbers)
 
 
 def _curve(device: Device, dtype: str) -> MatmulCurve:
