@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.attention_kernels import Kernel, choose_kernel
+from autopar.ops.attention_kernels import Kernel, choose_kernel, packed
 from autopar.ops.define import differentiate, fake_of, op
 from autopar.ops.random_bits import random_mask
 
@@ -168,7 +168,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -
     kernel = choose_kernel(q, k, v, mask, scores)
     if kernel is None:
         return explicit_forward(q, k, v, mask, scores)
-    out, lse = kernel.forward(q, k, v)
+    out, lse = kernel.forward(*map(packed, (q, k, v)))
     return heads_inside(out), lse.contiguous()
 
 
@@ -183,7 +183,7 @@ def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     kernel = choose_kernel(q, k, v, mask, scores)
     if kernel is None:
         return explicit_backward((grad_out, q, k, v, out, lse), mask, scores)
-    grad_q, grad_k, grad_v = map(heads_inside, kernel.backward(grad_out, q, k, v, out, lse))
+    grad_q, grad_k, grad_v = map(heads_inside, kernel.backward(*map(packed, (grad_out, q, k, v, out)), lse))
     return grad_q, grad_k, grad_v
 
 

@@ -48,6 +48,11 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: 
     return None
 
 
+def packed(value: Tensor) -> Tensor:
+    """`value` with the elements of its last dim side by side, as the kernels read them without looking."""
+    return value if value.stride(-1) == 1 else value.contiguous()
+
+
 def causal_bias(q: Tensor, k: Tensor, start: int) -> Tensor:
     """True where the key's position is at most the query's; query i stands at start + i."""
     rows = torch.arange(q.shape[2], device=q.device) + start
@@ -88,8 +93,8 @@ def _cpu_kernel(q: Tensor, k: Tensor, mask: Tensor | None, scores: HowScored) ->
         mask = causal_bias(q, k, scores.query_start)
     if mask is None:
         return CpuFlash(None, scores.is_causal, scores.scale)
-    bias = added_bias(mask, q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return CpuFlash(bias, False, scores.scale)
+    bias = packed(added_bias(mask, q.dtype).expand(-1, -1, -1, k.shape[2]))
+    return CpuFlash(bias.expand(q.shape[0], q.shape[1], q.shape[2], -1), False, scores.scale)
 
 
 @dataclass(frozen=True, slots=True)

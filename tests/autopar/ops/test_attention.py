@@ -133,6 +133,19 @@ def test_low_precision_is_close_to_float32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.float(), reference, rtol=2e-2, atol=2e-2)
 
 
+def test_strides_of_the_inputs_make_no_difference() -> None:
+    q, k, v, grad = (torch.randn(2, 3, 8, 5, dtype=torch.float64).transpose(2, 3) for _ in range(4))
+    for mask in (None, torch.randn(1, 1, 5, 5, dtype=torch.float64).transpose(2, 3), torch.rand(2, 1, 5, 1) > 0.2):
+        rest = how(q, k)
+        plain = None if mask is None else mask.contiguous()
+        out, lse = ops.attention(q, k, v, mask, *rest)
+        assert_same((out, lse), ops.attention(q.contiguous(), k.contiguous(), v.contiguous(), plain, *rest))
+        for any_grad in (grad, torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(out.shape)):
+            packed = [item.contiguous() for item in (any_grad, q, k, v)]
+            actual = ops.attention_backward(any_grad, q, k, v, out, lse, mask, *rest)
+            assert_same(actual, ops.attention_backward(*packed, out, lse, plain, *rest))
+
+
 def test_no_queries_and_no_keys_are_fine() -> None:
     q, k, v = (item.detach() for item in inputs(torch.float64))
     assert ops.attention(q[:, :, :0], k, v, None, *how(q, k))[0].shape == (2, 4, 0, 16)
