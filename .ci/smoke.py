@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
+
 import autopar
 
 HERE = Path(sys.prefix)
@@ -25,12 +27,9 @@ for name in modules:
     if not name.endswith(("__init__", "__main__")):
         importlib.import_module(name)
 
-if "make_plan" in autopar.__all__:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    plan = autopar.make_plan(model, (2,), example_inputs=torch.randn(8, 16))
-    assert plan.step_s > 0
-    print(plan)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+plan = autopar.make_plan(model, (2,), example_inputs=torch.randn(8, 16))
+assert plan.step_s > 0
+print(plan)
 
 print(f"autopar {autopar.__version__}: {len(modules)} modules import from the wheel")

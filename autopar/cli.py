@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from autopar import commands
+from autopar.cost_models import commands as cost_model_commands
 from autopar.errors import AutoparError
+from autopar.search import commands as search_commands
 from autopar.version import __version__
 
 SubParsers = Any  # argparse's own type for this is private
@@ -27,6 +29,8 @@ OK, CHECK_FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists them
     commands.add_commands,
+    search_commands.add_commands,
+    cost_model_commands.add_commands,
 )
 
 
