@@ -182,15 +182,12 @@ def _timed_ops(schedule: Schedule, times: Mapping[int, StageTimes], stages: int)
     }
     numbered = _numbers(schedule, stages)
     ops: list[TimedOp] = []
-    for rank, actions in enumerate(schedule):
-        for action in actions:
-            name = f"{action.kind} {action.stage}.{action.microbatch}"
-            needed = _needs(action, stages, numbered)
-            ops.append(TimedOp(name, seconds[action.kind](times[action.stage]), "compute", rank, "compute", needed))
-            way = _way(action, stages)
-            if way:
-                sent = TimedOp(f"send {name}", times[action.stage].send_s, "communication", rank, way, (len(ops) - 1,))
-                ops.append(sent)
+    for rank, action in ((rank, action) for rank, actions in enumerate(schedule) for action in actions):
+        name, one = f"{action.kind} {action.stage}.{action.microbatch}", times[action.stage]
+        needed = _needs(action, stages, numbered)
+        ops.append(TimedOp(name, seconds[action.kind](one), "compute", rank, "compute", needed))
+        if way := _way(action, stages):
+            ops.append(TimedOp(f"send {name}", one.send_s, "communication", rank, way, (len(ops) - 1,)))
     return ops
 
 

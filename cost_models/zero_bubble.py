@@ -75,9 +75,8 @@ class _Greedy:
         while (now := min(next_s)) < _NEVER:
             index = next_s.index(now)
             self._step(index, now)
-            for changed in (index - 1, index, index + 1):
-                if 0 <= changed < self.count:
-                    next_s[changed] = self._next_time(changed)
+            for changed in range(max(0, index - 1), min(self.count, index + 2)):
+                next_s[changed] = self._next_time(changed)
         if any(rank.weights < self.microbatches for rank in self.ranks):
             return _NEVER
         first = [min(self.forward_at[index]) for index in range(self.count)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from autopar.cost_models.hardware import HardwareProfile, load_profile
@@ -89,17 +90,18 @@ def megatron(row: Cells, fit: Constants) -> tuple[float, float]:
     flops = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     profile = load_profile("a100-80")
     software = Software("float16", fit.megatron_passes, fit.a100_scale, unfused_attention="unfused", overlap=0.0)
-    best_s = float("inf")
-    for microbatch in (1, 2, 4, 8):
-        if batch // data % microbatch:
-            continue
-        for chunks in (1, 2, 3, 4, 5) if pipeline > 1 else (1,):
-            if layers % (pipeline * chunks):
-                continue
-            plan = TransformerPlan(data, int(row["tp"]), pipeline, 1, microbatch, batch // data // microbatch, chunks,
-                                   recompute="full")  # fmt: skip
-            best_s = min(best_s, step_time(shape, plan, profile, software).total_s)
+    plans = _megatron_plans(layers, data, int(row["tp"]), pipeline, batch)
+    best_s = min(step_time(shape, plan, profile, software).total_s for plan in plans)
     return float(row["tflops_per_gpu"]), flops / gpus / best_s / 1e12
+
+
+def _megatron_plans(layers: int, data: int, tensor: int, pipeline: int, batch: int) -> Iterator[TransformerPlan]:
+    """Every microbatch and interleaving that divides, with full recomputation."""
+    of_one_rank = batch // data
+    for microbatch, chunks in product((1, 2, 4, 8), (1, 2, 3, 4, 5) if pipeline > 1 else (1,)):
+        if of_one_rank % microbatch == 0 and layers % (pipeline * chunks) == 0:
+            many = of_one_rank // microbatch
+            yield TransformerPlan(data, tensor, pipeline, 1, microbatch, many, chunks, recompute="full")
 
 
 def mosaic(row: Cells, fit: Constants) -> tuple[float, float]:
