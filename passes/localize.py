@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from autopar.passes.moves import local_move, move
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.errors import RuleError
 from autopar.passes.local_call import GraphBuilder, LocalCall, LocalValue, RankGeometry
 from autopar.passes.local_forms import local_form_of
+from autopar.passes.moves import local_move, move
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import parse_layout
 from autopar.sharding.op_call import call_of

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import count
+from math import inf
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from autopar.passes.localize import localize
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.virtual_groups import every_coordinates, virtual_group_names
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout import Layout, chunk, shard_dim
-from autopar.sharding.op_call import OpCall, call_of
-from autopar.sharding.strategies import Strategy
+from autopar.sharding.layout import Layout, chunk, local_chunk, shard_dim
+from autopar.sharding.op_call import OpCall, TensorSpec, call_of
+from autopar.sharding.strategies import Strategy, mixes_partials, splits_divide
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -67,6 +68,47 @@ def _outputs(graph: fx.Graph, node: fx.Node) -> list[fx.Node | None]:
 def call_in(gm: fx.GraphModule) -> OpCall:
     """The call of a graph made by `trace_op`."""
     return call_of(next(node for node in gm.graph.nodes if node.name == "op"))
+
+
+def can_run(call: OpCall, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether every rank has something to do, evenly where the rules demand it."""
+    layouts = (*strategy.inputs, *strategy.outputs)
+    even = any(rule.even for rule in strategy.rules)
+    if not splits_divide(strategy, mesh_shape) or any(map(mixes_partials, layouts)):
+        return False
+    for spec, layout in zip((*call.inputs, *call.outputs), layouts, strict=True):
+        if spec is not None and not _fills(spec, layout, mesh_shape, even=even):
+            return False
+    return True
+
+
+def _fills(spec: TensorSpec, layout: Layout, mesh_shape: tuple[int, ...], *, even: bool) -> bool:
+    if any((shard_dim(placement) or 0) >= max(1, len(spec.shape)) for placement in layout):
+        return False
+    if not spec.shape and any(shard_dim(placement) is not None for placement in layout):
+        return False
+    shapes = {local_chunk(spec.shape, layout, mesh_shape, here)[1] for here in every_coordinates(mesh_shape)}
+    return (len(shapes) == 1 or not even) and (0 in spec.shape or not any(0 in shape for shape in shapes))
+
+
+def worst_error(actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> float:
+    """The largest difference, relative to the largest expected magnitude (at least 1); inf where shapes differ."""
+    return max((_error(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
+
+
+def _error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    if actual is None or expected is None:
+        return 0.0
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return inf
+    differ = ~((actual == expected) | ((actual != actual) & (expected != expected)))
+    if not differ.any():
+        return 0.0
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return inf
+    magnitude = expected[expected.isfinite()].abs()
+    worst = (actual - expected).abs()[differ].nan_to_num(inf).max().item()
+    return float(worst) / max(1.0, float(magnitude.max().item()) if magnitude.numel() else 1.0)
 
 
 def run_sharded(

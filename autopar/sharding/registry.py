@@ -60,6 +60,18 @@ def overload_name(op: str | Callable[..., Any]) -> str:
     return op_name(op)
 
 
+def resolve_op(op: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The overload that a name or a packet of overloads stands for."""
+    if not isinstance(op, str):
+        return op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
+    namespace, name, overload = overload_name(op).split(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        raise RuleError(f"there is no op {op!r}", fix="import the module that defines it first") from None
+    return found
+
+
 def rules_of(call: OpCall, user_rules: UserRules = USER_RULES) -> tuple[Rule, ...]:
     """Every rule of a call, without repeats; the all-replicated one comes first, and alone where nothing is known."""
     source = source_of(call, user_rules)
@@ -94,5 +106,5 @@ def apply_source(source: RuleSource, call: OpCall) -> tuple[Rule, ...]:
 
 
 def _is_empty(call: OpCall) -> bool:
-    """Tensors without elements cannot be cut."""
-    return any(spec is not None and spec.numel == 0 for spec in (*call.inputs, *call.outputs))
+    """Tensors without elements cannot be cut; empty side results (as of an op in eval mode) do not count."""
+    return any(spec.numel == 0 for spec in (*call.inputs, *filter(None, call.outputs[:1])))

@@ -36,7 +36,7 @@ SIZE_POSITIONS: dict[str, int] = {
 }
 # reshapes: their local result is a view of the shard in the local size, whatever the arguments were
 RESHAPES = names("""
-    aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default
+    aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default aten._reshape_copy.default
     aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.default aten.squeeze_copy.dim
 """)
 

@@ -50,7 +50,7 @@ RULES: RuleTable = {
         names("""
     aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default aten.logspace.default
     aten.tril_indices.default aten.triu_indices.default aten.as_strided.default aten.trace.default
-    aten.repeat_interleave.Tensor aten.masked_scatter.default aten.bincount.default aten.histc.default
+    aten.masked_scatter.default
     aten.empty_strided.default aten.new_empty_strided.default aten.empty_permuted.default
     aten.block_diag.default
 """),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.sharding.layout import REPLICATE
-from autopar.sharding.op_call import OpCall
+from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
 from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, result, tensor_at
 
@@ -82,9 +83,14 @@ def group_norm_backward(call: OpCall) -> Iterator[Rule]:
     yield place(call, channels, outputs, form=GROUPS, even=True, splits=call.args[8])
 
 
+def _channel_shard(spec: TensorSpec | None) -> Placement:
+    """Per-channel values are cut; in eval mode there are none."""
+    return REPLICATE if spec is None or not spec.numel else Shard(0)
+
+
 def batch_norm(call: OpCall) -> Iterator[Rule]:
     """(input, weight, bias, running_mean, running_var, training, ...): channels, and the batch in eval mode."""
-    statistics = (Shard(0),) * (len(call.outputs) - 1)
+    statistics = tuple(map(_channel_shard, call.outputs[1:]))
     yield place(call, {0: Shard(1), **{index: Shard(0) for index in (1, 2, 3, 4)}}, (Shard(1), *statistics))
     if not call.args[5] and tensor_at(call, 3) is not None:
         yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))

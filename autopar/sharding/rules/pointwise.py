@@ -59,6 +59,8 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 SCALAR_MUST_BE_ZERO = {"masked_fill.Scalar": 2}  # position of a scalar that is written into the result
 
+NOT_ELEMENTWISE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)  # whatever else it is tagged
+
 
 def pointwise(call: OpCall) -> Iterator[Rule]:
     """One rule per dim of the result, then the linear ones."""
@@ -127,11 +129,9 @@ def first_operand(call: OpCall) -> Iterator[Rule]:
 
 
 def is_pointwise(call: OpCall) -> bool:
-    """Whether PyTorch tags the op as elementwise and deterministic."""
-    tags = getattr(call.target, "tags", ())
-    return (
-        call.name.startswith("aten.") and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    )
+    """Whether PyTorch tags the op as elementwise, deterministic and of tensors (not as `equal`, which gives a bool)."""
+    tags = set(getattr(call.target, "tags", ()))
+    return call.name.startswith("aten.") and torch.Tag.pointwise in tags and tags.isdisjoint(NOT_ELEMENTWISE)
 
 
 _SPECIAL: dict[str, Callable[[OpCall], Iterator[Rule]]] = {
