@@ -97,7 +97,7 @@ LINK_KINDS: Mapping[str, LinkKind] = MappingProxyType(
         "roce": LinkKind(2.7e-6, 0.95, "fitted: 2 nodes of A100 (OCI); hop as InfiniBand", 0.5, 0.0, 0.92),
         "efa1": LinkKind(70e-6, 0.98, f"fitted: 2 nodes of p4d.24xlarge; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
         "efa2": LinkKind(27e-6, 0.98, f"fitted: 2 nodes of p5.48xlarge; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
-        "slingshot": LinkKind(20e-6, 0.73, "fitted: 2 to 540 nodes, Polaris", 0.5, 0.0, 0.68, 0, 0, "LL128", 0.055),
+        "slingshot": LinkKind(20e-6, 0.73, "fitted: 2 to 540 nodes, Polaris", 0.5, 0.0, 0.68, 0, 0, "LL128", 0.08),
         "ethernet": LinkKind(15e-6, 0.9, f"{_ESTIMATE}; {_NO_LL128}", 1.0, 0.0, 1.0, 0.0, 0, "LL128"),
         "loopback": LinkKind(100e-6, 1.0, "round numbers for gloo on one host, see `python -m autopar calibrate`"),
     }
