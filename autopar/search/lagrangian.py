@@ -15,8 +15,10 @@ import numpy as np
 
 from autopar.search.messages import Messages, Pricing
 from autopar.search.network import Array, Network
+from autopar.search.repair import Repairer
 
 _SMOOTHING = 0.6  # share of the previous direction: usages of single passes jump between extremes
+_REPAIR_EVERY = 5  # passes between two attempts to make their choice fit
 _TOLERANCE = 1e-10  # relative: what summing in float64 may add to a bound
 
 
@@ -33,8 +35,8 @@ class PricedSearch:
         self.bound = -math.inf  # quanta
         self.cost = math.inf  # quanta, of the best feasible choice
         self.positions: Array | None = None
-        self.nearest: Array | None = None  # the choice least over capacity, for want of a feasible one
-        self.excess = math.inf
+        self.repairer = Repairer(self.pricing)
+        self.since_repair = 0
         self.step = 0.1
         self.direction: Array | None = None
         self.stalled = 0
@@ -56,8 +58,8 @@ class PricedSearch:
             positions = self.messages.forward(costs)
             bound = self.messages.backward(costs) - float(self.prices @ self.network.capacity)
             excess = self.pricing.usage(positions) - self.network.capacity
-            if self._keep(positions, excess) and on_choice is not None:
-                on_choice(positions, self.cost)
+            if self._keep(positions, excess, deadline) and on_choice is not None and self.positions is not None:
+                on_choice(self.positions, self.cost)
             self._note_bound(bound)
             target = min(upper, self.cost)
             if math.isfinite(target) and target - self.bound <= _TOLERANCE * abs(target):
@@ -66,16 +68,21 @@ class PricedSearch:
                 guess = max(self.messages.cost(positions), 1.1 * bound)  # sizes the steps until a choice fits
                 self._move_prices(excess, bound, target if math.isfinite(target) else guess)
 
-    def _keep(self, positions: Array, excess: Array) -> bool:
-        over = float(excess.max(initial=0.0))
-        if over > 0:
-            if over < self.excess:
-                self.excess, self.nearest = over, positions
-            return False
+    def _keep(self, positions: Array, excess: Array, deadline: float) -> bool:
+        """Note a better feasible choice: what the pass found, or, now and then, what single moves make of it."""
+        self.since_repair += 1
         cost = self.messages.cost(positions)
         if cost >= self.cost:
             return False
-        self.cost, self.positions = cost, positions
+        if (excess > 0).any() or self.since_repair >= _REPAIR_EVERY:
+            if self.since_repair < _REPAIR_EVERY:
+                return False
+            self.since_repair = 0
+            repaired = self.repairer.run(positions, deadline)
+            if repaired is None or (cost := self.messages.cost(repaired)) >= self.cost:
+                return False
+            positions = repaired
+        self.cost, self.positions = cost, positions.copy()
         return True
 
     def _note_bound(self, bound: float) -> None:

@@ -43,7 +43,7 @@ class Neighbourhoods:
     def step(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> None:
         """Re-solve one neighbourhood and adapt the size of the next one to how long it took."""
         started = time.monotonic()
-        free = self._window() if self.round % 3 == 2 else self._ball()
+        free = self._pick()
         self.round += 1
         better = self.resolve(free, min(deadline, started + _SOLVE_S))
         if better is not None:
@@ -70,7 +70,16 @@ class Neighbourhoods:
             return changed
         return None
 
-    def _ball(self) -> list[int]:
+    def _pick(self) -> list[int]:
+        kind = self.round % 3
+        if kind == 0:
+            return sorted(self._ball(self.size))
+        if kind == 1:
+            return self._window()
+        parts = int(self.random.integers(2, 5))  # distant nodes trade memory with each other
+        return sorted(set().union(*(self._ball(max(2, self.size // parts)) for _ in range(parts))))
+
+    def _ball(self, size: int) -> list[int]:
         """Nodes near a random one, breadth first in random order."""
         start = int(self.random.choice(self.nodes))
         seen, queue = {start}, [start]
@@ -80,9 +89,9 @@ class Neighbourhoods:
                 others = [others[i] for i in self.random.choice(len(others), 30, replace=False).tolist()]
             seen.update(others)
             queue.extend(others)
-            if len(queue) >= self.size:
+            if len(queue) >= size:
                 break
-        return sorted(queue[: self.size])
+        return queue[:size]
 
     def _window(self) -> list[int]:
         """A stretch of the execution order."""
