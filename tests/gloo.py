@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -37,10 +38,12 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
             process.start()
             theirs.close()
             ranks.append((process, ours))
+        deadline = time.monotonic() + timeout_s
         try:
-            return _collect([ours for _, ours in ranks], time.monotonic() + timeout_s)
+            return _collect([ours for _, ours in ranks], deadline)
         finally:
             for process, _ in ranks:
+                process.join(max(0.0, deadline - time.monotonic()) if sys.exception() is None else 0.0)
                 process.kill()
                 process.join()
 

@@ -120,7 +120,7 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.saved_count = call, len(saved)
         ctx.save_for_backward(*saved, *_aliased(saved, tensors))
-        ctx.mark_non_differentiable(*(item for item in outputs if not item.is_floating_point()))
+        ctx.mark_non_differentiable(*_constants(call.step, outputs))
         return outputs
 
     @staticmethod
@@ -136,6 +136,16 @@ class _Step(torch.autograd.Function):
         if call.reduction is Reduction.AT_END:
             after_backward(lambda: reduce_gradients(call.state.parameters))
         return None, *_delivered(call, gradients, [item for item in arrived if item is not None])
+
+
+def _constants(step: BoundStep, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs that require no gradient: integers, and what a step without a loss does not differentiate.
+
+    What is beside a loss is told apart only when a gradient arrives there, which is an error.
+    """
+    pairs = zip(step.outputs, outputs, strict=True)
+    known = [item for (_, slot), item in pairs if not (step.has_loss or slot.differentiable)]
+    return known or [item for item in outputs if not (item.is_floating_point() or item.is_complex())]
 
 
 def _aliased(saved: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

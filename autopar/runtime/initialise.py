@@ -35,15 +35,17 @@ def initialise(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]
 
     A module is filled by its own `reset_parameters()`, then by the `_init_weights(module)` of the nearest module above
     it that has one (as Hugging Face models do): what its constructor would have done. Every rank runs every module's
-    initialisation on the full tensors, from the same seed, so the values do not depend on the mesh. The model itself
-    stays on meta.
+    initialisation on the full tensors, from the same seed, so the values depend on the device but not on the mesh.
+    The model itself stays on meta.
     """
     found = Initialised({}, {}, frozenset())
     missing: set[str] = set()
-    with torch.random.fork_rng(devices=[]):
+    device = mesh.device_type
+    devices = [] if device == "cpu" else [torch.get_device_module(device).current_device()]
+    with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
         torch.manual_seed(seed)
         for prefix, module, initialiser in _owners(model):
-            made = _filled(module, initialiser)
+            made = _filled(module, initialiser, device)
             for name, (tensor, known) in made.items():
                 _keep(found, mesh, layouts, prefix + name, tensor)
                 if not known:
@@ -53,7 +55,6 @@ def initialise(model: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout]
 
 
 def _keep(found: Initialised, mesh: DeviceMesh, layouts: Mapping[str, Layout], name: str, tensor: Tensor) -> None:
-    tensor = tensor.to(mesh.device_type)
     if not isinstance(tensor, nn.Parameter) and name not in layouts:
         found.buffers[name] = tensor.detach()
     elif name in layouts:
@@ -86,9 +87,9 @@ def _resetting(module: nn.Module) -> None:
             return
 
 
-def _filled(module: nn.Module, initialiser: Initialiser | None) -> dict[str, tuple[Tensor, bool]]:
+def _filled(module: nn.Module, initialiser: Initialiser | None, device: str) -> dict[str, tuple[Tensor, bool]]:
     """The module's own meta tensors with values, and whether something was written into every element."""
-    twin = _twin(module)
+    twin = _twin(module, device)
     marks = {name: _mark(tensor) for name, tensor in _own_tensors(twin).items()}
     _resetting(twin)
     if initialiser is not None:
@@ -98,16 +99,16 @@ def _filled(module: nn.Module, initialiser: Initialiser | None) -> dict[str, tup
     return {name: (tensor, not _is_marked(tensor, marks[name])) for name, tensor in filled.items()}
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _twin(module: nn.Module, device: str) -> nn.Module:
     """A copy of the module whose own meta tensors have memory; children are left on meta."""
     twin = copy.deepcopy(module)
     for name, parameter in twin._parameters.items():
         if parameter is not None and parameter.is_meta:
-            real = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             twin._parameters[name] = nn.Parameter(real, requires_grad=parameter.requires_grad)
     for name, buffer in twin._buffers.items():
         if buffer is not None and buffer.is_meta:
-            twin._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            twin._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return twin
 
 

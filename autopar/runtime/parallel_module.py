@@ -73,7 +73,8 @@ class ParallelModule(Container):
     """Runs a model on a mesh: call it, call `backward()` on its loss, step any `torch.optim` optimizer.
 
     Parameters are DTensors under the model's own names. Plain tensors given to a call are the global batch, the same
-    on every rank; each rank uses its part. DTensors are used where they lie. `model` itself is never changed.
+    on every rank; each rank uses its part. DTensors are used where they lie. `model` itself is never changed; it is
+    kept for later captures, so the memory of its tensors stays taken unless they are on the meta device.
     Without `example_inputs` the parameters lie flat over the mesh until the first call makes the plan; they then move
     in place, so an optimizer made before stays valid. Ranks that are called with different shapes or modes raise
     RanksDisagreeError, all of them: one small all-reduce per call, over gloo, compares the calls.

@@ -115,7 +115,7 @@ def in_layout(value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     """This rank's shard of a value that is a DTensor, or that every rank holds in full. No gradients flow."""
     with torch.no_grad():
         if not isinstance(value, DTensor):
-            return local_part(value.detach().to(mesh.device_type), mesh, layout).contiguous()
+            return local_part(value.detach(), mesh, layout).to(mesh.device_type).contiguous()
         if value.device_mesh != mesh:
             return in_layout(value.full_tensor(), mesh, layout)
         return detached(value).redistribute(mesh, layout).to_local().contiguous()
