@@ -5,9 +5,6 @@ model, inputs -> capture -> decisions -> problem -> search -> plan -> passes -> 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,12 +62,25 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     is counted. `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
+
+    One process is a mesh too (under torchrun, the group is there already):
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    >>> pmodel = compile(torch.nn.Linear(8, 2), mesh)
+    >>> pmodel(torch.ones(4, 8)).sum().backward()
+    >>> sorted(name for name, parameter in pmodel.named_parameters() if parameter.grad is not None)
+    ['bias', 'weight']
+    >>> dist.destroy_process_group()
     """
-    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    refuse_unsupported(
+        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+    )
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a live DeviceMesh, got {type(mesh).__name__}",
-            fix="torch.distributed.device_mesh.init_device_mesh(...); for virtual ranks use make_plan, verify, run_virtual",
+            fix="use torch.distributed.device_mesh.init_device_mesh; for virtual ranks make_plan, verify, run_virtual",
         )
     ranks = RankGroup(mesh)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
@@ -104,7 +114,9 @@ def make_plan(
     >>> make_plan(layer, Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
     (2,)
     """
-    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    refuse_unsupported(
+        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+    )
     view = as_mesh(mesh, hardware)
     program = capture(as_module(model), *call_arguments(example_inputs), device=view.device_type)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
@@ -131,8 +143,14 @@ def run_virtual(
     """One training step of all ranks in lockstep in this process, collectives included: outputs, gradients, buffers.
 
     No process group is needed, and no rank count is too large for a debugger. The keywords are those of `compile`.
+
+    >>> run = run_virtual(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp")
+    >>> sorted(run.gradients), len(run.peak_bytes)
+    (['bias', 'weight'], 2)
     """
-    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    refuse_unsupported(
+        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+    )
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
     return _run_virtual(as_module(model), as_mesh(mesh, hardware), example_inputs, options, load_plan(plan))[0]
 
@@ -161,8 +179,13 @@ def verify(
     The reference is the model as PyTorch runs it; if the model is random, the captured program on one device, which
     draws the same numbers. Errors are relative to the largest magnitude of each tensor; `tolerance` replaces the
     default limits (1e-5 for outputs and 1e-4 for gradients in float32, 1e-10 in float64).
+
+    >>> verify(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp").ok
+    True
     """
-    refuse_unsupported(precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend)
+    refuse_unsupported(
+        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+    )
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
     module = as_module(model)
     if isinstance(mesh, DeviceMesh):

@@ -39,12 +39,16 @@ def add_commands(subparsers: Any) -> None:
     check.add_argument("--tolerance", type=float, help="largest relative error allowed, for every tensor")
     check.set_defaults(run=run_verify)
     explain = subparsers.add_parser(
-        "explain", help="what a saved plan chose for a name", epilog="example: autopar explain plan.json '*.mlp.*.weight'"
+        "explain",
+        help="what a saved plan chose for a name",
+        epilog="example: autopar explain plan.json '*.mlp.*.weight'",
     )
     explain.add_argument("plan")
     explain.add_argument("pattern", help="parameter, op or module; shell-style wildcards")
     explain.set_defaults(run=run_explain)
-    diff = subparsers.add_parser("diff", help="what two saved plans decide differently", epilog="example: autopar diff a.json b.json")
+    diff = subparsers.add_parser(
+        "diff", help="what two saved plans decide differently", epilog="example: autopar diff a.json b.json"
+    )
     diff.add_argument("left")
     diff.add_argument("right")
     diff.set_defaults(run=run_diff)

@@ -92,7 +92,7 @@ class UnknownGroupError(AutoparError):
 
 
 class CollectiveMismatchError(AutoparError):
-    """Ranks of one group disagree in the order, the sizes or the arguments of their collectives: a real run would hang."""
+    """Ranks of a group disagree in order, sizes or arguments of their collectives: a real run would hang."""
 
 
 class RanksDisagreeError(AutoparError):

@@ -15,7 +15,6 @@ from autopar.cost_models.hardware import HardwareProfile, load_profile, profile_
 from autopar.errors import MeshError
 
 
-
 @dataclass(frozen=True, init=False)
 class Mesh:
     """An n-d array of ranks with a hardware profile; it needs no process group, so that planning runs anywhere.

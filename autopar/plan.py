@@ -79,7 +79,9 @@ class Plan:
     cost: float = 0.0
     bound: float = 0.0
     notes: tuple[str, ...] = ()
-    alternatives: Mapping[str, float] = field(default_factory=dict)  # predicted seconds of the hand plans that fit
+    alternatives: Mapping[str, float] = field(
+        default_factory=dict
+    )  # predicted seconds of the plans compared, memory aside
     version: str = __version__
     stages: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
@@ -200,7 +202,7 @@ def _section(kind: str) -> str:
 
 def _entry_json(entry: PlanEntry) -> Any:
     if entry.kind == "op":
-        return {"in": _texts(entry.inputs), "out": _texts(entry.outputs)}
+        return f"{' '.join(_texts(entry.inputs))} -> {' '.join(_texts(entry.outputs))}".strip()
     return format_layout(entry.outputs[0])
 
 
@@ -209,7 +211,7 @@ class _Reader:
 
     def __init__(self, data: Any) -> None:
         if not isinstance(data, dict) or data.get("format") != "autopar plan":
-            raise PlanFormatError("this is not a plan: no \"format\": \"autopar plan\"", fix="write one with plan.save")
+            raise PlanFormatError('this is not a plan: no "format": "autopar plan"', fix="write one with plan.save")
         if data.get("schema") != SCHEMA:
             raise PlanFormatError(
                 f"plan schema {data.get('schema')!r}, this version reads {SCHEMA}", fix="plan again with this version"
@@ -249,7 +251,9 @@ class _Reader:
             version=self.field(self.data, "version", str),
         )
         if predicted.get("decisions") != plan.hash:
-            return plan.repriced(notes=("edited since it was priced: its costs are computed again when it is compiled",))
+            return plan.repriced(
+                notes=("edited since it was priced: its costs are computed again when it is compiled",)
+            )
         return plan
 
     def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
@@ -271,13 +275,16 @@ class _Reader:
     def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
         try:
             if section == "ops":
-                inputs, outputs = self.field(value, "in", list), self.field(value, "out", list)
-                layouts = [tuple(parse_layout(_word(item), axes) for item in side) for side in (inputs, outputs)]
+                sides = _word(value).split("->")
+                if len(sides) != 2:
+                    raise PlanFormatError(
+                        f"{value!r} has no '->'", fix='write inputs -> outputs, as "S0,R R,S1 -> S0,S1"'
+                    )
+                layouts = [tuple(parse_layout(word, axes) for word in side.split()) for side in sides]
                 return PlanEntry(key, "op", layouts[0], layouts[1])
             return PlanEntry(key, _kind(section, key), (), (parse_layout(_word(value), axes),))
-        except (PlanFormatError, AttributeError) as error:
-            what = error.what if isinstance(error, PlanFormatError) else f"{value!r} is not a layout"
-            raise PlanFormatError(what, where=f"{section}: {text}") from error
+        except PlanFormatError as error:
+            raise PlanFormatError(error.what, where=f"{section}: {text}", fix=error.fix) from error
 
 
 def _word(value: Any) -> str:

@@ -35,12 +35,12 @@ __all__ = [
 def traced_node_count() -> int:
     """How many nodes the graph under trace has; 0 when nothing is traced."""
     mode = get_proxy_mode()
-    return 0 if mode is None else len(mode.tracer.graph.nodes)  # type: ignore[union-attr]
+    return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def autograd_sequence_number() -> int:
     """The number that the next autograd node will carry."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 @contextmanager

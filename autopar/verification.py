@@ -68,7 +68,8 @@ class Report:
         for name in ("tensor", "kind", "relative error", "tolerance", ""):
             table.add_column(name, overflow="fold")
         for item in sorted(self.comparisons, key=lambda item: -item.relative_error / item.tolerance):
-            table.add_row(item.name, item.kind, f"{item.relative_error:.2e}", f"{item.tolerance:.0e}", "ok" if item.ok else "WRONG")
+            verdict = "ok" if item.ok else "WRONG"
+            table.add_row(item.name, item.kind, f"{item.relative_error:.2e}", f"{item.tolerance:.0e}", verdict)
         console = Console(file=io.StringIO(), width=118, color_system=None)
         console.print(table)
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
@@ -144,8 +145,7 @@ def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
 
 def is_random(program: Program) -> bool:
     """Whether any op draws random numbers: then eager PyTorch's masks are not those of the program."""
-    seeds = [node for item, node in zip(program.inputs, _placeholders(program), strict=True) if item.kind is InputKind.SEED]
-    return any(node.users for node in seeds)
+    return any(node.users for node in program.named_inputs(InputKind.SEED).values())
 
 
 def _placeholders(program: Program) -> list[torch.fx.Node]:
@@ -169,9 +169,7 @@ def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwar
     return Values({output.name: item for output, item in zip(outputs, tensors, strict=True)}, gradients, buffers)
 
 
-def traced_values(
-    model: nn.Module, program: Program, inputs: Mapping[str, torch.Tensor], seed: int
-) -> Values:
+def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch.Tensor], seed: int) -> Values:
     """One step of the captured program in full, on one device: what random models are compared with."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = []

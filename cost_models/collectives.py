@@ -26,10 +26,10 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "a
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
 # Of the rate of a ring, reached by a tree: the pipeline of a tree has bubbles. NCCL's own table has 0.5 to 0.92;
-# fitted on all_reduce over 2 nodes of p4d.24xlarge in nccl_bandwidth.csv, even rows.
+# chosen by hand on all_reduce over 2 nodes of p4d.24xlarge, nccl_bandwidth.csv, all rows seen.
 TREE_FRACTION = 0.85
-# What a rank spends on each message of an all_to_all: fitted on 2 and 8 nodes of Polaris and 10 nodes of H100 in
-# nccl_bandwidth.csv, even rows. Messages overlap, so the hop's latency is paid once.
+# What a rank spends on each message of an all_to_all: chosen by hand on 2 and 8 nodes of Polaris and 10 nodes of H100
+# in nccl_bandwidth.csv, all rows seen. Messages overlap, so the hop's latency is paid once.
 MESSAGE_S = 4.5e-6
 NCCL_TUNING = "NCCL src/graph/tuning.cc (latency of a base and of every hop, rate by protocol)"
 _S, _n, _N, _g = symbols("bytes ranks nodes ranks_per_node")

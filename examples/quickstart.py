@@ -123,7 +123,9 @@ def main() -> None:
         together = list(curve)
     table = Table("step", "1 process", f"{chosen.ranks} processes", "difference", title="loss")
     for step in range(0, chosen.steps, max(1, chosen.steps // 10)):
-        table.add_row(str(step), f"{alone[step]:.6f}", f"{together[step]:.6f}", f"{abs(alone[step] - together[step]):.1e}")
+        table.add_row(
+            str(step), f"{alone[step]:.6f}", f"{together[step]:.6f}", f"{abs(alone[step] - together[step]):.1e}"
+        )
     console.print(table)
     worst = max(abs(one - many) / one for one, many in zip(alone, together, strict=True))
     console.print(f"largest relative difference over {chosen.steps} steps: {worst:.1e}")

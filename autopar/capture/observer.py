@@ -47,11 +47,11 @@ def _never(*_: object) -> bool:
 def without_override_check(function: types.FunctionType) -> types.FunctionType | None:
     """`function` with its `has_torch_function` checks answered "no", so that a mode sees the functions it calls.
 
-    None if it has no such check.
+    None if it has no such check; nor for methods of Tensor, whose `super()` calls a mode sees as themselves.
     """
     names = function.__code__.co_names
     checks = [name for name in names if name.startswith("has_torch_function") and name in function.__globals__]
-    if not checks:
+    if not checks or function.__module__ == "torch._tensor":
         return None
     scope = {**function.__globals__, **dict.fromkeys(checks, _never)}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -70,6 +70,8 @@ class Observer(TorchFunctionMode):
         self._backward: list[tuple[int, int]] = []  # (first node, sequence number of the autograd node that ran)
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # an attribute such as `shape`: no op
+            return func(*args)
         kwargs = kwargs or {}
         first = traced_node_count()
         with self:  # what `replace` and Python-level functions call is seen as well
@@ -128,7 +130,9 @@ class Observer(TorchFunctionMode):
             for index in range(event.first, event.last):
                 found[index] = found[index] or event.origin
         numbers = [event.sequence for event in forward]
-        edges = [first for first, _ in self._backward[1:]] + [len(nodes)]
+        edges = [first for first, _ in self._backward[1:]] + [len(nodes)][
+            : len(self._backward)
+        ]  # none without gradients
         for (first, sequence), last in zip(self._backward, edges, strict=True):
             event_index = bisect_left(numbers, sequence + 1)
             if event_index < len(forward):

@@ -38,7 +38,7 @@ class ProgramInput:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutput:
-    """One element of the graph's flat output tuple. `name`: dotted name of the buffer or parameter, path of the output."""
+    """One element of the graph's flat output tuple. `name`: of the buffer or parameter, or the output's path."""
 
     kind: OutputKind
     name: str
@@ -57,7 +57,7 @@ class Program:
     """A joint graph in functional ATen ops.
 
     Every node has `meta["val"]` (fake tensor, full shape), `meta["phase"]` ("forward" or "backward"), `meta["module"]`
-    (dotted path), `meta["key"]` (stable name: module path, op, occurrence) and `meta["where"]` (the user's line, or "").
+    (dotted path), `meta["key"]` (stable name: module path, op, occurrence), `meta["where"]` (the user's line, or "").
     `outputs` run: user outputs, mutated buffers, gradients. `output_spec` rebuilds the user's output from the flat
     list in which `output_leaves` says, per leaf, the `LeafIndex` of a graph output, or a plain Python value.
     """

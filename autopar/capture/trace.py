@@ -103,7 +103,7 @@ def _clean_errors() -> Iterator[None]:
         raise CaptureError(
             f"the model cannot be traced: {type(error).__name__}: {error}",
             where=raising_line(error.__traceback__),
-            fix="run the model once on these inputs as it is; if that works, this is a limit of tracing on fake tensors",
+            fix="run the model once on these inputs as it is; if that works, it is a limit of tracing on fake tensors",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""From decisions to a search problem: costs in seconds, usages in bytes, one edge per tensor that one reads of another."""
+"""From decisions to a search problem: costs in seconds, usages in bytes, an edge for each tensor that is read."""
 
 from __future__ import annotations
 
@@ -147,4 +147,3 @@ def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[in
             edges.append((parameters[decision.name], index))
             matrices.append(np.where(np.eye(count, dtype=bool), 0.0, float(FORBIDDEN)))
     return edges, matrices
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -30,7 +30,7 @@ class Constraint:
 
 
 def as_constraints(
-    constraints: Mapping[str, str] | tuple[Constraint, ...] | list[Constraint] | tuple[tuple[str, str], ...],
+    constraints: Mapping[str, str] | Sequence[Constraint | tuple[str, str]],
 ) -> tuple[Constraint, ...]:
     """Constraints from a dict `{pattern: layout}`, from pairs, or as they are."""
     items = constraints.items() if isinstance(constraints, Mapping) else constraints

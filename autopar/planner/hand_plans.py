@@ -33,7 +33,8 @@ def hand_plan(planning: PlanningProblem, name: str, *, time_limit_s: float, seed
 
 def batch_size(decisions: Sequence[Decision]) -> int:
     """The size of dim 0 that most inputs share."""
-    sizes = [decision.specs[0].shape[0] for decision in decisions if decision.kind == "input" and decision.specs[0].shape]  # type: ignore[union-attr]
+    shapes = [spec.shape for decision in decisions if decision.kind == "input" for spec in decision.specs if spec]
+    sizes = [shape[0] for shape in shapes if shape]
     if not sizes:
         raise PlanError("no input has a batch dim", fix="use search='ilp'")
     return max(set(sizes), key=lambda size: (sizes.count(size), size))
@@ -47,7 +48,9 @@ def _follow_batch(planning: PlanningProblem, *, shard_parameters: bool, batch_ax
         raise PlanError(
             f"a batch of {size} does not divide over {ways} ranks", fix="use a batch that does, or search='ilp'"
         )
-    batch: Layout = tuple(Shard(0) if axis < batch_axes else placement for axis, placement in enumerate(replicated(axes)))
+    batch: Layout = tuple(
+        Shard(0) if axis < batch_axes else placement for axis, placement in enumerate(replicated(axes))
+    )
     follower = _Follower(planning, batch, size)
     choice = follower.run()
     if shard_parameters:
@@ -108,7 +111,8 @@ def _store_shards(planning: PlanningProblem, choice: list[int]) -> None:
     for index, decision in enumerate(planning.decisions):
         if decision.kind == "parameter":
             layouts = [strategy.outputs[0] for strategy in decision.strategies]
-            dims = range(len(decision.specs[0].shape))  # type: ignore[union-attr]
+            spec = decision.specs[0]
+            dims = range(len(spec.shape)) if spec else ()
             wanted = [(Shard(dim),) * axes for dim in dims if (Shard(dim),) * axes in layouts]
             choice[index] = stored[decision.name] = layouts.index(wanted[0]) if wanted else choice[index]
         elif decision.kind == "gradient" and decision.name in stored:
@@ -124,8 +128,7 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
         for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True))
     }
     problem = planning.restricted(allowed)
-    if not any(mask.any() and decision.kind == "parameter" and len(decision.specs[0].shape) > 1  # type: ignore[union-attr]
-               and not mask[base[index]] for index, (decision, mask) in enumerate(zip(planning.decisions, allowed.values(), strict=True))):  # fmt: skip
+    if not any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items()):
         raise PlanError("no weight can be cut over the last mesh axis", fix="use search='ilp'")
     solution = solve(problem, strategy="ilp", time_limit_s=time_limit_s, seed=seed)
     if not evaluate(problem, solution.choice) < FORBIDDEN:
@@ -133,13 +136,18 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
     return solution.choice
 
 
+def _is_matrix(decision: Decision) -> bool:
+    """Whether it is a parameter of two dims or more."""
+    spec = decision.specs[0]
+    return decision.kind == "parameter" and spec is not None and len(spec.shape) > 1
+
+
 def _megatron_mask(decision: Decision, base: Sequence[object], axes: int) -> npt.NDArray[np.bool_]:
-    same = np.array([tuple(strategy.rules[:-1]) == tuple(base[: axes - 1]) for strategy in decision.strategies])
+    same = [tuple(strategy.rules[:-1]) == tuple(base[: axes - 1]) for strategy in decision.strategies]
+    whole = [shard_dim(strategy.outputs[0][-1]) is None for strategy in decision.strategies]
+    mask: npt.NDArray[np.bool_] = np.array(same, dtype=bool)
     if decision.kind in ("input", "tangent"):
-        return same & np.array([shard_dim(strategy.outputs[0][-1]) is None for strategy in decision.strategies])
-    if decision.kind == "parameter" and len(decision.specs[0].shape) > 1:  # type: ignore[union-attr]
-        cut = same & np.array([shard_dim(strategy.outputs[0][-1]) is not None for strategy in decision.strategies])
-        return cut if cut.any() else same
-    return same
-
-
+        mask &= np.array(whole, dtype=bool)
+    elif _is_matrix(decision) and np.any(mask > np.array(whole, dtype=bool)):
+        mask &= ~np.array(whole, dtype=bool)
+    return mask

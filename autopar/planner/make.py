@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.constraints import Constraint, apply_constraints
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
-from autopar.planner.measure import Measured, measure
+from autopar.planner.measure import plan_entries, predicted_memory, predicted_step_s, replicated_for_want_of_a_rule
 from autopar.planner.prices import Prices
 from autopar.search import Problem, Solution, evaluate, solve
 from autopar.sharding.assignment import Assignment
@@ -79,10 +80,21 @@ def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
 
 @dataclass
 class _Candidate:
+    """One choice; its memory is measured on the emitted program, and only when it is asked for."""
+
     choice: tuple[int, ...]
     solution: Solution
     name: str
-    measured: Measured
+    step_s: float
+    planning: PlanningProblem
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        return predicted_memory(self.planning, self.choice)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
 
 
 @dataclass
@@ -113,7 +125,8 @@ class _Planner:
         return Solution(choice, cost, strategy=name)
 
     def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
-        candidate = _Candidate(choice, solution, name, measure(self.planning, choice, self.prices, self.options.optimizer))
+        seconds = predicted_step_s(self.planning, choice, self.prices)
+        candidate = _Candidate(choice, solution, name, seconds, self.planning)
         self.candidates.append(candidate)
         return candidate
 
@@ -121,7 +134,9 @@ class _Planner:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
         for name in HAND_PLANS:
             try:
-                choice = hand_plan(self.planning, name, time_limit_s=self.options.time_limit_s / 4, seed=self.options.seed)
+                choice = hand_plan(
+                    self.planning, name, time_limit_s=self.options.time_limit_s / 4, seed=self.options.seed
+                )
             except (PlanError, InfeasibleProblemError):
                 continue
             if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
@@ -129,9 +144,9 @@ class _Planner:
         allowance = float(self.limit)
         for _ in range(ROUNDS):
             candidate = self._solve(allowance)
-            if candidate is None or candidate.measured.peak_bytes <= self.limit:
+            if candidate is None or candidate.peak_bytes <= self.limit:
                 return
-            allowance -= 1.1 * (candidate.measured.peak_bytes - self.limit)
+            allowance -= 1.1 * (candidate.peak_bytes - self.limit)
             if allowance <= 0:
                 return
 
@@ -154,27 +169,27 @@ class _Planner:
         return self._add(self.options.search_name, solution.choice, solution)
 
     def _best(self) -> _Candidate:
-        fitting = [item for item in self.candidates if item.measured.peak_bytes <= self.limit]
-        if fitting:
-            return min(fitting, key=lambda item: (item.measured.step_s, item.measured.peak_bytes))
+        """The fastest candidate that fits; memory is measured from the fastest on, until one does."""
+        for candidate in sorted(self.candidates, key=lambda item: item.step_s):
+            if candidate.peak_bytes <= self.limit:
+                return candidate
         if not self.candidates:
             raise MemoryLimitError(
                 f"no plan fits {_gigabytes(self.limit)} per rank",
                 fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
             )
-        thrifty = min(self.candidates, key=lambda item: item.measured.peak_bytes)
-        short = thrifty.measured.peak_bytes - self.limit
-        kinds = sorted(thrifty.measured.memory.items(), key=lambda item: -item[1])[:3]
+        thrifty = min(self.candidates, key=lambda item: item.peak_bytes)
+        short = thrifty.peak_bytes - self.limit
+        kinds = sorted(thrifty.memory.items(), key=lambda item: -item[1])[:3]
         held = ", ".join(f"{kind} {_gigabytes(bytes_)}" for kind, bytes_ in kinds)
         raise MemoryLimitError(
             f"no plan found fits {_gigabytes(self.limit)} per rank: the thriftiest needs "
-            f"{_gigabytes(thrifty.measured.peak_bytes)}, {_gigabytes(short)} too much ({held})",
+            f"{_gigabytes(thrifty.peak_bytes)}, {_gigabytes(short)} too much ({held})",
             fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
         )
 
     def _planned(self, best: _Candidate) -> Planned:
-        measured = best.measured
-        others = {item.name: item.measured.step_s for item in self.candidates if item.measured.peak_bytes <= self.limit}
+        others = {item.name: item.step_s for item in self.candidates}
         searched = [item.solution.bound for item in self.candidates if item.name == self.options.search_name]
         plan = Plan(
             mesh_shape=self.mesh.shape,
@@ -182,15 +197,15 @@ class _Planner:
             hardware=self.mesh.profile.name,
             search=best.name,
             model_hash=program_hash(self.program),
-            entries=measured.entries,
-            step_s=measured.step_s,
-            peak_bytes=measured.peak_bytes,
-            memory=measured.memory,
+            entries=plan_entries(self.planning, best.choice, self.prices),
+            step_s=best.step_s,
+            peak_bytes=best.peak_bytes,
+            memory=best.memory,
             memory_limit_bytes=self.limit,
             optimizer=self.options.optimizer.name,
             cost=best.solution.cost,
             bound=max(0.0, min([best.solution.cost, *searched[:1]])) if searched else 0.0,
-            notes=measured.notes,
+            notes=replicated_for_want_of_a_rule(self.planning),
             alternatives=others,
             problem=self.planning.problem,
         )

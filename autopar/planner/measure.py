@@ -2,56 +2,48 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-
-from autopar.capture.program import InputKind, Program
+from autopar.passes.local_call import RankGeometry
+from autopar.passes.pipeline import emit
 from autopar.plan import MoveCost, PlanEntry
 from autopar.planner.build import PlanningProblem
-from autopar.planner.decisions import Decision, Optimizer
+from autopar.planner.decisions import Decision
 from autopar.planner.liveness import predicted_timeline
 from autopar.planner.prices import Prices
-from autopar.passes.local_call import RankGeometry
-from autopar.passes.pipeline import LocalProgram, emit
 from autopar.runtime.virtual_groups import virtual_group_name
-from autopar.sharding.layout import Layout, replicated
+from autopar.sharding.layout import Layout
 from autopar.sharding.registry import has_rule
-from autopar.sharding.reshard import reshard_steps
+from autopar.sharding.reshard import moves_once, reshard_steps
 from autopar.sharding.strategies import Strategy, local_bytes
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The price of one choice."""
-
-    entries: tuple[PlanEntry, ...]
-    step_s: float
-    peak_bytes: int
-    memory: Mapping[str, int]
-    notes: tuple[str, ...]
-
-
-def measure(planning: PlanningProblem, choice: Sequence[int], prices: Prices, optimizer: Optimizer) -> Measured:
-    """Seconds and bytes of a choice on the largest rank."""
-    entries = plan_entries(planning, choice, prices)
-    loose = _result_moves(planning, choice, prices)
-    seconds = sum(entry.seconds + sum(move.seconds for move in entry.moves) for entry in entries)
-    memory = _memory(planning, choice, prices, optimizer)
-    return Measured(
-        entries=entries,
-        step_s=seconds + sum(move.seconds for move in loose),
-        peak_bytes=sum(memory.values()),
-        memory=memory,
-        notes=_notes(planning, choice),
+def predicted_step_s(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> float:
+    """Seconds of one step: every op, and every move once, on the largest rank."""
+    return sum(
+        float(decision.seconds[pick]) + sum(move.seconds for move in moves)
+        for decision, pick, moves in zip(planning.decisions, choice, _all_moves(planning, choice, prices), strict=True)
     )
 
 
-def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> tuple[PlanEntry, ...]:
-    """One entry per parameter, input and op."""
+def _all_moves(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> list[tuple[MoveCost, ...]]:
+    """Per decision, the moves into it."""
     moves = _Moves(planning, choice, prices)
+    return [
+        moves.into(index, decision.strategies[pick])
+        for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True))
+    ]
+
+
+def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> tuple[PlanEntry, ...]:
+    """One entry per parameter, input and op; a gradient's moves are its parameter's."""
+    moves = _all_moves(planning, choice, prices)
+    own = {decision.name: index for index, decision in enumerate(planning.decisions) if decision.kind == "parameter"}
+    extra: dict[int, tuple[MoveCost, ...]] = {
+        own[decision.name]: moves[index]
+        for index, decision in enumerate(planning.decisions)
+        if decision.kind == "gradient" and decision.name in own
+    }
     entries = []
     for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
         strategy = decision.strategies[pick]
@@ -67,7 +59,7 @@ def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Price
                 where=decision.where,
                 seconds=float(decision.seconds[pick]),
                 bytes=_output_bytes(decision, strategy, planning.mesh_shape),
-                moves=moves.into(index, strategy),
+                moves=moves[index] + extra.get(index, ()),
             )
         )
     return tuple(entries)
@@ -79,7 +71,7 @@ def _output_bytes(decision: Decision, strategy: Strategy, mesh_shape: Sequence[i
 
 
 class _Moves:
-    """Moves into a decision, each value moved to one layout once per phase, as `insert_moves` does."""
+    """Moves into a decision: each value to one layout once per phase, or once in all where `insert_moves` saves it."""
 
     def __init__(self, planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> None:
         self.planning, self.choice, self.prices = planning, choice, prices
@@ -89,11 +81,19 @@ class _Moves:
         found: list[MoveCost] = []
         decision = self.planning.decisions[index]
         for source, target in zip(decision.sources, strategy.inputs, strict=True):
-            key = (source.decision, source.output, target, decision.phase)
-            if key not in self.done:
-                self.done.add(key)
-                found.extend(self._steps(source.decision, source.output, target))
+            key = (source.decision, source.output, target)
+            if not self._is_done(*key, decision.phase):
+                self.done.add((*key, decision.phase))
+                found.extend(self._steps(*key))
         return tuple(found)
+
+    def _is_done(self, index: int, output: int, target: Layout, phase: str) -> bool:
+        if (index, output, target, phase) in self.done:
+            return True
+        producer = self.planning.decisions[index]
+        source = producer.strategies[self.choice[index]].outputs[output]
+        once = producer.kind == "op" and moves_once(source, target, self.planning.mesh_shape)
+        return once and (index, output, target, "forward") in self.done
 
     def _steps(self, index: int, output: int, target: Layout) -> list[MoveCost]:
         producer = self.planning.decisions[index]
@@ -106,15 +106,6 @@ class _Moves:
         return [MoveCost(step.collective or "slice", step.axis, int(step.bytes), step.seconds) for step in steps]
 
 
-def _result_moves(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> list[MoveCost]:
-    moves = _Moves(planning, choice, prices)
-    found: list[MoveCost] = []
-    for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
-        if decision.kind in ("gradient", "result"):
-            found.extend(moves.into(index, decision.strategies[pick]))
-    return found
-
-
 def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeometry:
     """The rank at the origin, which holds the largest shards, in virtual groups."""
     origin = (0,) * len(mesh_shape)
@@ -122,9 +113,7 @@ def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeo
     return RankGeometry(mesh_shape, origin, names, device)
 
 
-def _memory(
-    planning: PlanningProblem, choice: Sequence[int], prices: Prices, optimizer: Optimizer
-) -> dict[str, int]:
+def predicted_memory(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, int]:
     """Bytes by kind at the peak of the emitted program of the rank at the origin."""
     local = emit(planning.program, planning.assignment(choice), origin_geometry(planning.mesh_shape))
     memory = dict(predicted_timeline(local).peak_by_kind())
@@ -138,7 +127,7 @@ def _memory(
     return memory
 
 
-def _notes(planning: PlanningProblem, choice: Sequence[int]) -> tuple[str, ...]:
+def replicated_for_want_of_a_rule(planning: PlanningProblem) -> tuple[str, ...]:
     """Ops that run in full on every rank for want of a rule."""
     lacking: dict[str, str] = {}
     for decision in planning.decisions:

@@ -74,7 +74,9 @@ class Prices:
         outputs = [self._shapes(call.outputs, [strategy.outputs for strategy in strategies], index)
                    for index in range(len(call.outputs))]  # fmt: skip
         seconds = np.broadcast_to(self._compute(call, inputs, outputs), (len(strategies),)).astype(np.float64)
-        return seconds + np.array([self._internal(call, strategy) for strategy in strategies])
+        internal: Seconds = np.array([self._internal(call, strategy) for strategy in strategies])
+        total: Seconds = seconds + internal
+        return total
 
     def _shapes(
         self, specs: Sequence[TensorSpec | None], layouts: Sequence[Sequence[Any]], index: int
@@ -87,7 +89,11 @@ class Prices:
     def _compute(self, call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Any:
         specs = list(zip(call.inputs, inputs, strict=True)) + list(zip(call.outputs, outputs, strict=True))
         moved = sum(
-            (_counts(shapes) * spec.dtype.itemsize for spec, shapes in specs if spec is not None and shapes is not None),
+            (
+                _counts(shapes) * spec.dtype.itemsize
+                for spec, shapes in specs
+                if spec is not None and shapes is not None
+            ),
             start=np.zeros(1),
         )
         dtype = _dtype(call)
@@ -103,7 +109,9 @@ class Prices:
         total = 0.0
         for axis, rule in enumerate(strategy.rules):
             if rule.internal_bytes:
-                total += self.collective("all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis)
+                total += self.collective(
+                    "all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis
+                )
         return total
 
     def _local_share(self, call: OpCall, strategy: Strategy, axis: int, bytes_: int) -> float:

@@ -12,7 +12,7 @@ from autopar.sharding.strategies import Strategy
 
 
 def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
-    """The choice that `plan` makes. Raises PlanError for a plan of another model or mesh, or a layout no rule allows."""
+    """The choice that `plan` makes. Raises PlanError for another model or mesh, or a layout no rule allows."""
     if plan.mesh_shape != planning.mesh_shape:
         raise PlanError(
             f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {planning.mesh_shape}",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from autopar.folding import fold_keys
-from autopar.plan import MoveCost, Plan, PlanEntry
 from autopar.sharding.layout import format_layout
+
+if TYPE_CHECKING:
+    from autopar.plan import MoveCost, Plan, PlanEntry
 
 WIDTH = 118
 
@@ -65,13 +68,21 @@ def _module_table(plan: Plan) -> Table:
     for label, entries, copies in _modules(plan):
         table.add_row(
             label + (f"  x{copies}" if copies > 1 else ""),
-            "\n".join(f"{_own_name(entry)} {format_layout(entry.outputs[0])}" for entry in entries if entry.kind == "parameter"),
+            "\n".join(f"{_own_name(entry)} {format_layout(entry.outputs[0])}" for entry in _parameters(entries)),
             _output_layout(entries),
             _collectives(move for entry in entries for move in entry.moves),
-            seconds_text(copies * sum(entry.seconds + sum(move.seconds for move in entry.moves) for entry in entries)),
-            bytes_text(sum(entry.bytes for entry in entries if entry.kind == "parameter")),
+            seconds_text(copies * sum(map(_total_seconds, entries))),
+            bytes_text(sum(entry.bytes for entry in _parameters(entries))),
         )
     return table
+
+
+def _parameters(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
+    return [entry for entry in entries if entry.kind == "parameter"]
+
+
+def _total_seconds(entry: PlanEntry) -> float:
+    return entry.seconds + sum(move.seconds for move in entry.moves)
 
 
 def _modules(plan: Plan) -> list[tuple[str, list[PlanEntry], int]]:
@@ -108,7 +119,8 @@ def _collectives(moves: Iterable[MoveCost]) -> str:
             number, bytes_ = totals[move.collective, move.axis]
             totals[move.collective, move.axis] = (number + 1, bytes_ + move.bytes)
     return "\n".join(
-        f"{number} {collective} axis {axis} {bytes_text(bytes_)}" for (collective, axis), (number, bytes_) in totals.items()
+        f"{number} {collective} axis {axis} {bytes_text(bytes_)}"
+        for (collective, axis), (number, bytes_) in totals.items()
     )
 
 
@@ -124,22 +136,23 @@ def _costliest(plan: Plan) -> str:
     totals = []
     for text, members in fold_keys({entry.key: entry.signature() for entry in plan.entries}).items():
         entries = [by_key[key] for key in members]
-        total = sum(entry.seconds + sum(move.seconds for move in entry.moves) for entry in entries)
+        total = sum(map(_total_seconds, entries))
         totals.append((total, text, entries))
     totals.sort(key=lambda item: -item[0])
     lines = ["costliest decisions:"]
     for total, text, entries in totals[:3]:
         moved = sum(move.seconds for entry in entries for move in entry.moves)
         layouts = " ".join(map(format_layout, entries[0].outputs))
-        lines.append(f"  {seconds_text(total)}  {text} -> {layouts}" + (f", {seconds_text(moved)} of it moves" if moved else ""))
+        note = f", {seconds_text(moved)} of it moves" if moved else ""
+        lines.append(f"  {seconds_text(total)}  {text} -> {layouts}{note}")
     return "\n".join(lines)
 
 
 def _remarks(plan: Plan) -> list[str]:
     lines = []
     if len(plan.alternatives) > 1:
-        others = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in sorted(plan.alternatives.items(), key=lambda item: item[1]))
-        lines.append(f"plans compared: {others}")
+        ranked = sorted(plan.alternatives.items(), key=lambda item: item[1])
+        lines.append("plans compared: " + ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in ranked))
     return lines + [f"note: {note}" for note in plan.notes]
 
 
@@ -154,10 +167,13 @@ def explain_entries(plan: Plan, pattern: str) -> str:
         entry = by_key[members[0]]
         reads = " ".join(map(format_layout, entry.inputs))
         writes = " ".join(map(format_layout, entry.outputs))
-        lines.append(f"{text}: " + (f"reads {reads}, gives {writes}" if entry.kind == "op" else f"is laid out {writes}"))
+        lines.append(
+            f"{text}: " + (f"reads {reads}, gives {writes}" if entry.kind == "op" else f"is laid out {writes}")
+        )
         lines.append(f"  {seconds_text(entry.seconds)} each, {bytes_text(entry.bytes)} on the largest rank")
         lines.extend(
-            f"  before it: {move.collective} over axis {plan.axis_names[move.axis]}, {bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
+            f"  before it: {move.collective} over axis {plan.axis_names[move.axis]}, "
+            f"{bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
             for move in entry.moves
         )
         if entry.where:

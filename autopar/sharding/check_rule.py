@@ -24,6 +24,9 @@ def check_rule(
 
     Returns the rules that held; those that the sample's sizes do not allow are left out. RuleError names the first rule
     that is wrong and by how much, or says that the sample could try none.
+
+    >>> [describe(rule) for rule in check_rule("aten::relu", torch.randn(4, 6))]
+    ['R -> R', 'S0 -> S0', 'S1 -> S1']
     """
     target = resolve_op(op)
     gm = trace_op(target, sample_args, kwargs)

@@ -43,6 +43,8 @@ def register_rule(op: str | Callable[..., Any], rule: RuleSource, *, user_rules:
     `op`: an overload, or a name such as `"mylib::op"` or `"mylib::op.overload"`. `rule`: a line of notation, one term
     per tensor input and output (`"b h s d, b h s d -> b h s d"`), or a function from an `OpCall` to `Rule`s. Check it
     with `check_rule`.
+
+    >>> register_rule("mylib::scale_heads", "b h s d, h -> b h s d")
     """
     if isinstance(rule, str) and rule.count("->") != 1:
         raise RuleError(f"rule {rule!r} needs one '->' between inputs and outputs")

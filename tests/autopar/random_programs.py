@@ -1,4 +1,4 @@
-"""Random small models, and random valid plans for them: for the property that every plan computes what the model does."""
+"""Random small models, and random valid plans for them: every plan must compute what the model does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
 from autopar.planner.build import PlanningProblem
 from autopar.search import FORBIDDEN
@@ -75,7 +75,9 @@ LAYERS: dict[str, Layer] = {
     "softmax over the sequence": lambda: nn.Softmax(1),
     "silu": nn.SiLU,
     "flatten and back": function("view", lambda x: x.flatten(1).unflatten(1, (SEQUENCE, WIDTH)) * 2),
-    "heads": function("heads", lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).softmax(-2).transpose(1, 2).flatten(-2)),
+    "heads": function(
+        "heads", lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).softmax(-2).transpose(1, 2).flatten(-2)
+    ),
     "centre": function("centre", lambda x: x - x.mean(-1, keepdim=True)),
     "centre over the batch": function("centre0", lambda x: x - x.mean(0, keepdim=True)),
     "scale by maximum": function("max", lambda x: x / (1 + x.abs().amax(1, keepdim=True))),
@@ -118,7 +120,9 @@ def random_choice(planning: PlanningProblem, source: random.Random) -> tuple[int
             pick
             for pick in range(len(decision.strategies))
             if planning.problem.costs[index][pick] < FORBIDDEN
-            and all(planning.problem.edge_costs[edge][choice[first], pick] < FORBIDDEN for first, edge in incoming[index])
+            and all(
+                planning.problem.edge_costs[edge][choice[first], pick] < FORBIDDEN for first, edge in incoming[index]
+            )
         ]
         choice.append(source.choice(open_))
     return tuple(choice)

@@ -47,7 +47,10 @@ class Counting(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.out = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4)), nn.Linear(4, 1)
+        self.inner, self.out = (
+            nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4)),
+            nn.Linear(4, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(checkpoint(self.inner, x, use_reentrant=False)).sum()
@@ -143,7 +146,10 @@ def test_without_gradients_there_is_no_backward() -> None:
 
 def test_eval_and_train_are_different_programs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    kinds = [{output.kind for output in capture(model.train(mode), (torch.ones(3, 4),), {}).outputs} for mode in (True, False)]
+    kinds = [
+        {output.kind for output in capture(model.train(mode), (torch.ones(3, 4),), {}).outputs}
+        for mode in (True, False)
+    ]
     assert OutputKind.BUFFER in kinds[0]
     assert OutputKind.BUFFER not in kinds[1]
 
@@ -169,7 +175,10 @@ def test_backward_ops_know_the_module_and_the_line_of_their_forward() -> None:
 
 def test_keys_are_unique_and_do_not_depend_on_node_numbers() -> None:
     programs = [traced(CALLS["loss outside"])[1] for _ in range(2)]
-    keys = [[node.meta["key"] for node in program.graph_module.graph.nodes if node.op == "call_function"] for program in programs]
+    keys = [
+        [node.meta["key"] for node in program.graph_module.graph.nodes if node.op == "call_function"]
+        for program in programs
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys[0])) == len(keys[0])
 
