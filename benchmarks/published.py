@@ -3,8 +3,8 @@
     python benchmarks/published.py [--data DIR] [--rows] [--fit] [--write-docs]
 
 `--data` is any folder with files of the same names and columns as `benchmarks/data` (files that are not there are
-passed over). Without it the shipped tables are used: constants were fitted on their even rows, and the odd rows judge.
-With `--data` every row judges.
+passed over). Without it the shipped tables are used: "fitted half" is their even rows, "judged half" the odd
+ones; docs/cost_models.md says which constants that split really holds for. With `--data` every row judges.
 """
 
 from __future__ import annotations

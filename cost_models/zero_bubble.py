@@ -46,6 +46,7 @@ class _Rank:
 
 def zero_bubble(ranks: int, microbatches: int, times: StageTimes, memory: ZeroBubbleMemory) -> Schedule:
     """The best schedule that the greedy variants find under the memory limit."""
+    # The shares are a grid, but for 0.75: it was added for one setting of the paper (8 ranks, 32 microbatches).
     found: list[tuple[float, int, Schedule]] = []
     for threshold, late in product((0.05, 0.5, 0.95), (0.0, 0.5, 0.75, 1.0)):
         greedy = _Greedy(ranks, microbatches, times, memory, _Variant(threshold, late))

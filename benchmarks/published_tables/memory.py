@@ -21,8 +21,8 @@ GRID, MODES, ZERO = "nanotron_llama1b_grid.csv", "korthikanti_seqpar_selective.j
 # A gated block with flash attention under sequence-parallel tensor parallelism. Gathered: the inputs of qkv and of
 # gate_up. Sharded: 2 norm inputs, the qkv product (3) with q and k after rotary (2), the attention output (1), and
 # with ffn = 2 hidden: gate_up (4), silu (2), its product with up (2). Logits: 16-bit, fp32, and their softmax.
-# Counted from the source of huggingface/nanotron models/llama.py; nothing here is fitted.
-NANOTRON_SAVED = SavedTensors(2, 16, 10, "huggingface/nanotron models/llama.py, read")
+# Counted by reasoning over the ops of such a block, and checked against the rows of this grid while counting.
+NANOTRON_SAVED = SavedTensors(2, 16, 10, "counted, see the comment above")
 ROTARY_TABLES_BYTES = 105 * MIB  # `mem_usage_mib` less 18 bytes a parameter (6 + 12 / dp), the same in every row
 MODE_NAMES = {"none": "tensor", "seq": "sequence", "sel": "selective", "seq+sel": "sequence_selective", "full": "full"}
 ZERO_NAMES = {"baseline": "replicated", "Pos": "zero1", "Pos+g": "zero2", "Pos+g+p": "zero3"}

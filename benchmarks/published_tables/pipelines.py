@@ -1,4 +1,6 @@
-"""Bubble rates of zero_bubble.csv from its own T_F, T_B, T_W and T_comm: nothing is fitted here.
+"""Bubble rates of zero_bubble.csv from its own T_F, T_B, T_W and T_comm: no constant is fitted.
+
+The closed formulas' terms in T_comm were inferred from this table, so their rows check only that inference.
 
 1F1B, ZB-H1 and ZB-H2 by closed formula, interleaved 1F1B and ZB-2p by simulating their action lists. The first and
 last stage hold one block less than the others, so the chunks of a rank are (layers + 2) / ranks.
