@@ -86,7 +86,7 @@ class LinkKind:
 # The other fractions of a kind have no automatic fit.
 _NVLINK = "measured: NCCL tests on 4 H100s of one NVSwitch node; hop: NCCL src/graph/tuning.cc, NVLINK"
 _ESTIMATE = "not measured: the label, less what its neighbours in this table lose"
-_NO_LL128 = "no LL128: the network may reorder the bytes of a line"
+_NO_LL128 = "no LL128: the network may reorder"
 LINK_KINDS: Mapping[str, LinkKind] = MappingProxyType(
     {
         "nvlink2": LinkKind(0.6e-6, 0.767, _NVLINK, 0.45, 2.0**28),
@@ -97,8 +97,8 @@ LINK_KINDS: Mapping[str, LinkKind] = MappingProxyType(
         "pcie": LinkKind(1.0e-6, 0.38, "hop: NCCL src/graph/tuning.cc, PCI; rate " + _ESTIMATE),
         "infiniband": LinkKind(2.7e-6, 0.98, "measured: 10 nodes of H100; hop: NCCL tuning.cc, NET", 0.5, 0.0, 0.92),
         "roce": LinkKind(2.7e-6, 0.95, "measured: 2 nodes of A100 (OCI); hop as InfiniBand", 0.5, 0.0, 0.92),
-        "efa1": LinkKind(70e-6, 0.98, f"measured: 2 nodes of p4d.24xlarge; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
-        "efa2": LinkKind(27e-6, 0.98, f"measured: 2 nodes of p5.48xlarge; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
+        "efa1": LinkKind(70e-6, 0.98, f"measured: 2 nodes of p4d; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
+        "efa2": LinkKind(27e-6, 0.98, f"measured: 2 nodes of p5; {_NO_LL128}", 0.5, 0.0, 0.92, 0.0, 0, "LL128"),
         "slingshot": LinkKind(20e-6, 0.73, "measured: 2 to 540 nodes, Polaris", 0.5, 0.0, 0.68, 0, 0, "LL128", 0.08),
         "ethernet": LinkKind(15e-6, 0.9, f"{_ESTIMATE}; {_NO_LL128}", 1.0, 0.0, 1.0, 0.0, 0, "LL128"),
         "loopback": LinkKind(100e-6, 1.0, "round numbers for gloo on one host, see `python -m autopar calibrate`"),

@@ -20,7 +20,7 @@ from autopar.errors import UnpricedError
 ActionKind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 NARAYANAN = "Narayanan et al., arXiv:2104.04473, section 2.2"
-QI = "Qi et al., arXiv:2401.10241, section 2; the terms in send_s are inferred from its Tables 5 and 6, not printed there"
+QI = "Qi et al., arXiv:2401.10241, section 2; terms in send_s inferred from its Tables 5 and 6"
 _p, _m, _v = symbols("ranks microbatches chunks")
 _f, _bi, _w, _c = symbols("forward_s backward_input_s backward_weight_s send_s")
 _UNITS = {"ranks": "", "microbatches": "", "chunks": "", "forward_s": "s", "backward_input_s": "s",
