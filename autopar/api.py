@@ -65,10 +65,11 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
     One process is a mesh too (under torchrun, the group is there already):
 
+    >>> import autopar, torch
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    >>> pmodel = compile(torch.nn.Linear(8, 2), mesh)
+    >>> pmodel = autopar.compile(torch.nn.Linear(8, 2), mesh)
     >>> pmodel(torch.ones(4, 8)).sum().backward()
     >>> sorted(name for name, parameter in pmodel.named_parameters() if parameter.grad is not None)
     ['bias', 'weight']
@@ -77,16 +78,20 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     refuse_unsupported(
         precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
     )
+    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    compiler = _compiler(mesh, hardware, options, load_plan(plan))
+    inputs = None if example_inputs is None else call_arguments(example_inputs)
+    return ParallelModule(as_module(model), mesh, compiler, example_inputs=inputs)
+
+
+def _compiler(mesh: DeviceMesh, hardware: Hardware | None, options: Options, plan: Plan | None) -> Compiler:
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a live DeviceMesh, got {type(mesh).__name__}",
             fix="use torch.distributed.device_mesh.init_device_mesh; for virtual ranks make_plan, verify, run_virtual",
         )
     ranks = RankGroup(mesh)
-    options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    compiler = Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks.first_decides, load_plan(plan))
-    inputs = None if example_inputs is None else call_arguments(example_inputs)
-    return ParallelModule(as_module(model), mesh, compiler, example_inputs=inputs)
+    return Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks, plan)
 
 
 def make_plan(
@@ -110,8 +115,9 @@ def make_plan(
 
     With `plan=`, that plan is checked against the model and priced anew.
 
+    >>> import autopar, torch
     >>> layer = torch.nn.Linear(8, 8)
-    >>> make_plan(layer, Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
+    >>> autopar.make_plan(layer, autopar.Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
     (2,)
     """
     refuse_unsupported(
@@ -144,7 +150,8 @@ def run_virtual(
 
     No process group is needed, and no rank count is too large for a debugger. The keywords are those of `compile`.
 
-    >>> run = run_virtual(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp")
+    >>> import autopar, torch
+    >>> run = autopar.run_virtual(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp")
     >>> sorted(run.gradients), len(run.peak_bytes)
     (['bias', 'weight'], 2)
     """
@@ -180,7 +187,8 @@ def verify(
     draws the same numbers. Errors are relative to the largest magnitude of each tensor; `tolerance` replaces the
     default limits (1e-5 for outputs and 1e-4 for gradients in float32, 1e-10 in float64).
 
-    >>> verify(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp").ok
+    >>> import autopar, torch
+    >>> autopar.verify(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp").ok
     True
     """
     refuse_unsupported(
@@ -221,11 +229,10 @@ def _verify_live(
     plan: Plan | None,
     tolerance: float | None,
 ) -> Report:
-    ranks = RankGroup(mesh)
-    compiler = Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks.first_decides, plan)
+    compiler = _compiler(mesh, hardware, options, plan)
     args, kwargs = call_arguments(inputs)
     pmodel = ParallelModule(model, mesh, compiler, example_inputs=(args, kwargs))
     program, seed = pmodel.program, pmodel.next_seed
-    actual = full_values(pmodel, program, pmodel(*args, **kwargs))
+    actual = full_values(pmodel, program, args, kwargs)
     expected, reference = _reference(model, program, inputs, seed)
     return compare(actual, expected, reference=reference, tolerance=tolerance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,32 +15,31 @@ from autopar.capture.trace import capture
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.pipeline import emit
+from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import Plan
 from autopar.planner.build import assignment_of
 from autopar.planner.decisions import DecisionList
 from autopar.planner.make import Options, plan_program, price_choice, program_hash
 from autopar.planner.prices import Prices
 from autopar.planner.resolve import resolve
+from autopar.runtime.checks import RankGroup
 from autopar.runtime.step import CompiledStep
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
-
-Decide = Callable[[Callable[[], str]], str]
 
 
 @dataclass(frozen=True)
 class Compiler:
     """Makes compiled steps for one rank.
 
-    `plan`: a saved, edited or hand-made plan to follow instead of searching. `decide` runs its argument on the first
-    rank alone and gives its text to all.
+    `plan`: a saved, edited or hand-made plan to follow instead of searching. The first of `ranks` plans for all; what
+    fails on one rank alone is raised on every rank.
     """
 
     mesh: Mesh
     options: Options
     geometry: RankGeometry
-    decide: Decide
+    ranks: RankGroup
     plan: Plan | None = None
 
     def compile_step(
@@ -52,13 +51,17 @@ class Compiler:
         parameter_layouts: Mapping[str, Layout] | None,
     ) -> CompiledStep:
         """Capture, plan and emit one program; see `StepCompiler`."""
-        program = capture(model, args, kwargs, device=self.mesh.device_type)
+        program = self.ranks.all_succeed(lambda: capture(model, args, kwargs, device=self.mesh.device_type))
         options = replace(self.options, parameter_layouts=parameter_layouts)
-        text = self.decide(lambda: _pack(*plan_or_follow(program, self.mesh, options, self.plan)))
+        text = self.ranks.first_decides(lambda: _pack(*plan_or_follow(program, self.mesh, options, self.plan)))
         choice, plan = _unpack(text)
-        decisions = DecisionList(program, Prices(self.mesh), options.optimizer).build()
+        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice))
+        return CompiledStep(program, assignment, local, plan)
+
+    def _emit(self, program: Program, choice: tuple[int, ...]) -> tuple[Assignment, LocalProgram]:
+        decisions = DecisionList(program, Prices(self.mesh), self.options.optimizer).build()
         assignment = assignment_of(program, decisions, choice, self.mesh.shape)
-        return CompiledStep(program, assignment, emit(program, assignment, self.geometry), plan)
+        return assignment, emit(program, assignment, self.geometry)
 
 
 def plan_or_follow(

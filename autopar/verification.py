@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
+from autopar.capture.trace import input_gradient, tensor_leaves
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
 ROUNDING_UNITS = 16.0
@@ -152,18 +154,36 @@ def _placeholders(program: Program) -> list[torch.fx.Node]:
     return [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
 
 
+def fresh_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call on copies of its tensors, so that gradients do not pile up on the caller's."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    fresh: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+    return fresh
+
+
+def input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The gradients that arrived at the tensors of a call, by the names that a program gives them."""
+    leaves = tensor_leaves(args, kwargs).items()
+    return {input_gradient(name): item.grad for name, item in leaves if item.grad is not None}
+
+
 def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
     """One step of a copy of the model as PyTorch runs it, differentiated where the program is."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
+    args, kwargs = fresh_inputs(args, kwargs)
     result = twin(*args, **kwargs)
-    leaves = torch.utils._pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+    leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     outputs = [output for output in program.outputs if output.kind in (OutputKind.LOSS, OutputKind.OUTPUT)]
     roots = [tensor for output, tensor in zip(outputs, tensors, strict=True) if output.differentiable]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     gradients = {name: item.grad for name, item in twin.named_parameters() if item.grad is not None}
+    gradients |= input_gradients(args, kwargs)
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
     buffers = {name: item for name, item in twin.named_buffers() if name in written}
     return Values({output.name: item for output, item in zip(outputs, tensors, strict=True)}, gradients, buffers)
@@ -194,9 +214,11 @@ def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch
     return Values(**found)
 
 
-def full_values(pmodel: nn.Module, program: Program, result: Any) -> Values:
-    """Backward from the result of a parallel module's call, then everything gathered."""
-    leaves = torch.utils._pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+    """One step of a parallel module on these inputs, everything gathered."""
+    args, kwargs = fresh_inputs(args, kwargs)
+    result = pmodel(*args, **kwargs)
+    leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
     names = [output.name for output in program.outputs]
     marked = zip(program.output_leaves, leaves, strict=True)
     outputs = {names[mark.index]: leaf for mark, leaf in marked if isinstance(mark, LeafIndex)}
@@ -204,6 +226,7 @@ def full_values(pmodel: nn.Module, program: Program, result: Any) -> Values:
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     gradients = {name: _full(item.grad) for name, item in pmodel.named_parameters() if item.grad is not None}
+    gradients |= {name: _full(item) for name, item in input_gradients(args, kwargs).items()}
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
     buffers = {name: _full(item) for name, item in pmodel.named_buffers() if name in written}
     return Values({name: _full(value) for name, value in outputs.items()}, gradients, buffers)

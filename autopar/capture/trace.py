@@ -172,7 +172,8 @@ class _Trace:
             leaves = self._note_outputs(result)
             values = leaves + self._reassigned_buffers(before, state)
             self.boundary = traced_node_count()
-            wanted = dict(zip([*self.parameters, *self.inputs], [*fakes[: len(self.parameters)], *inputs], strict=True))
+            names = [*self.parameters, *(input_gradient(name) for name in self.inputs)]
+            wanted = dict(zip(names, [*fakes[: len(self.parameters)], *inputs], strict=True))
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
 
     def _note_outputs(self, result: Any) -> list[torch.Tensor]:
@@ -217,6 +218,11 @@ class _Trace:
         found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())
+
+
+def input_gradient(name: str) -> str:
+    """The name of the gradient of a user's input, apart from every parameter's."""
+    return f"input:{name}"
 
 
 def _draw_key() -> int:

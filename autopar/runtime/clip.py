@@ -21,7 +21,7 @@ def clip_grad_norm_(pmodel: ParallelModule, max_norm: float, norm_type: float = 
     As `torch.nn.utils.clip_grad_norm_`: each element counts once, however its gradient is sharded or replicated and
     under however many names its parameter goes. Call it on every rank. Gradients left unsummed by `no_sync` are summed.
 
-    >>> import autopar
+    >>> import autopar, torch
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))

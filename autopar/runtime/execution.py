@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.program import InputKind, LeafIndex, OutputKind
+from autopar.capture.trace import input_gradient
 from autopar.errors import NotDifferentiableError
 from autopar.runtime.bound_step import BoundStep, Slot
 from autopar.runtime.inputs import rank_part
@@ -49,7 +50,8 @@ class Call:
     @property
     def differentiated(self) -> list[Tensor]:
         """The tensors to which the step returns gradients, in its order."""
-        known: dict[str, Tensor] = {**self.inputs, **self.state.parameters}
+        given = {input_gradient(name): tensor for name, tensor in self.inputs.items()}
+        known: dict[str, Tensor] = {**given, **self.state.parameters}
         return [known[slot.name] for slot in self.step.gradients]
 
     def local_values(self) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ class PricedSearch:
         self.positions: Array | None = None
         self.repairer = Repairer(self.pricing)
         self.since_repair = 0
+        self.repair_every: float = _REPAIR_EVERY
         self.step = 0.1
         self.direction: Array | None = None
         self.stalled = 0
@@ -74,13 +75,15 @@ class PricedSearch:
         cost = self.messages.cost(positions)
         if cost >= self.cost:
             return False
-        if (excess > 0).any() or self.since_repair >= _REPAIR_EVERY:
-            if self.since_repair < _REPAIR_EVERY:
+        if (excess > 0).any() or self.since_repair >= self.repair_every:
+            if self.since_repair < self.repair_every:
                 return False
             self.since_repair = 0
-            repaired = self.repairer.run(positions, deadline)
+            repaired = self.repairer.run(positions, deadline, 300 if math.isfinite(self.cost) else 5000)
             if repaired is None or (cost := self.messages.cost(repaired)) >= self.cost:
+                self.repair_every = min(30.0, self.repair_every * 1.5)
                 return False
+            self.repair_every = _REPAIR_EVERY
             positions = repaired
         self.cost, self.positions = cost, positions.copy()
         return True
@@ -108,7 +111,7 @@ class PricedSearch:
         length = float(direction @ direction)
         if length == 0:
             return
-        distance = min(max(1.02 * target - bound, 0.001 * abs(target)), 0.1 * abs(bound) + 1.0)
+        distance = min(max(1.02 * target - bound, 0.001 * abs(target)), 0.5 * abs(bound) + 1.0)
         self.prices = np.maximum(0.0, self.prices + self.step * distance / length * direction)
 
     def survivors(self, upper: float) -> dict[int, Array]:

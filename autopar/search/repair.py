@@ -13,7 +13,7 @@ import numpy as np
 from autopar.search.messages import Pricing
 from autopar.search.network import Array
 
-_MOST_MOVES = 5000
+_MOST_MOVES = 5000  # of polishing
 _FAR = 2.0**60  # quanta; stands for infinity where costs are subtracted
 
 
@@ -43,18 +43,21 @@ class Repairer:
             for other, matrix in links:
                 own += matrix[:, self.positions[other]]
 
-    def run(self, positions: Array, deadline: float) -> Array | None:
+    def run(self, positions: Array, deadline: float, most_moves: int) -> Array | None:
         """A choice that fits, single moves away from the given one; None where there is none or no time."""
         self.begin(positions)
-        return self.positions if self._repair(deadline) and self._polish(deadline) else None
+        if not self._repair(deadline, most_moves):
+            return None
+        self._polish(deadline)
+        return self.positions
 
     def _rises(self) -> Array:
         """What moving to each strategy adds to the cost."""
         rises: Array = self.given - self.given[self.bounds[:-1] + self.positions][self.owner]
         return rises
 
-    def _repair(self, deadline: float) -> bool:
-        for _ in range(_MOST_MOVES):
+    def _repair(self, deadline: float, most_moves: int) -> bool:
+        for _ in range(most_moves):
             excess = self.usage - self.network.capacity
             if not (excess > 0).any():
                 return True
@@ -66,7 +69,7 @@ class Repairer:
             freed = used[self.bounds[:-1] + self.positions][self.owner] - used
             with np.errstate(divide="ignore", invalid="ignore"):
                 rate = np.where(freed > 0, self._rises() / np.minimum(freed, excess[worst]), np.inf)
-            if not self._first_that_helps(np.argsort(rate, kind="stable")[:20], rate):
+            if not self._first_that_helps(_least(rate, 20), rate):
                 return False
         return False
 
@@ -84,7 +87,7 @@ class Repairer:
     def _over(self, usage: Array) -> float:
         return float(np.maximum(usage - self.network.capacity, 0.0).sum())
 
-    def _polish(self, deadline: float) -> bool:
+    def _polish(self, deadline: float) -> None:
         blocked = np.zeros(len(self.given), dtype=bool)
         for _ in range(_MOST_MOVES):
             rises = np.where(blocked, 0.0, self._rises())
@@ -96,7 +99,6 @@ class Repairer:
                 blocked[best] = True
             else:
                 self._move(best, usage)
-        return True
 
     def _moved(self, strategy: int) -> Array:
         """The usage profile after moving the owner of a strategy to it."""
@@ -120,3 +122,12 @@ class Repairer:
             self.given[self.bounds[other] : self.bounds[other + 1]] += matrix[position] - matrix[old]
         self.positions[place] = position
         self.usage = usage
+
+
+def _least(values: Array, count: int) -> Array:
+    """Where the least values stand, ascending."""
+    if len(values) <= count:
+        return np.argsort(values, kind="stable")
+    some = np.argpartition(values, count)[:count]
+    ordered: Array = some[np.argsort(values[some], kind="stable")]
+    return ordered

@@ -25,6 +25,7 @@ def check_rule(
     Returns the rules that held; those that the sample's sizes do not allow are left out. RuleError names the first rule
     that is wrong and by how much, or says that the sample could try none.
 
+    >>> import torch
     >>> [describe(rule) for rule in check_rule("aten::relu", torch.randn(4, 6))]
     ['R -> R', 'S0 -> S0', 'S1 -> S1']
     """

@@ -41,19 +41,19 @@ def whole(call: OpCall) -> Iterator[Rule]:
 RULES: RuleTable = {
     **dict.fromkeys(
         names("""
-    aten.full.default aten.ones.default aten.empty.memory_format aten.new_full.default aten.new_ones.default
-    aten.new_empty.default
-"""),
+            aten.full.default aten.ones.default aten.empty.memory_format aten.new_full.default
+            aten.new_ones.default aten.new_empty.default
+        """),
         filled,
     ),
     **dict.fromkeys(
         names("""
-    aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default aten.logspace.default
-    aten.tril_indices.default aten.triu_indices.default aten.as_strided.default aten.trace.default
-    aten.masked_scatter.default
-    aten.empty_strided.default aten.new_empty_strided.default aten.empty_permuted.default
-    aten.block_diag.default
-"""),
+            aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default aten.logspace.default
+            aten.tril_indices.default aten.triu_indices.default aten.as_strided.default aten.trace.default
+            aten.median.default aten.nanmedian.default aten.histc.default aten.masked_scatter.default
+            aten.empty_strided.default aten.new_empty_strided.default aten.empty_permuted.default
+            aten.block_diag.default
+        """),
         whole,
     ),
     "aten.zeros.default": zeros,

@@ -21,13 +21,15 @@ SPATIAL: dict[int, str] = {
         upsample_bicubic2d upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
         _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d
         _upsample_nearest_exact2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d
-        replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward""",
+        replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward
+        _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward""",
     3: """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
         _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
         _upsample_nearest_exact3d
         _upsample_nearest_exact3d_backward upsample_nearest3d upsample_nearest3d_backward
         upsample_trilinear3d upsample_trilinear3d_backward
-        reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward max_unpool3d""",
+        reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward max_unpool3d
+        fractional_max_pool3d_backward""",
 }
 LINEAR = frozenset(
     name
@@ -69,6 +71,13 @@ def grid_sampler_backward(call: OpCall) -> Iterator[Rule]:
     yield place(call, {0: SUM}, SUM)
 
 
+def fractional_max_pool(call: OpCall) -> Iterator[Rule]:
+    """(self, kernel_size, output_size, random_samples): batch and channels, which the samples have too."""
+    if len(call.inputs[0].shape) == len(call.args[1]) + 2:
+        yield place(call, {0: Shard(0), 3: Shard(0)}, Shard(0))
+        yield place(call, {0: Shard(1), 3: Shard(1)}, Shard(1))
+
+
 def patches(call: OpCall) -> Iterator[Rule]:
     """`im2col`, `col2im`: the batch, where there is one."""
     images, columns = sorted((call.inputs[0], result(call)), key=lambda spec: -len(spec.shape))
@@ -89,6 +98,8 @@ RULES: RuleTable = {
     "aten.grid_sampler_3d.default": grid_sampler,
     "aten.grid_sampler_2d_backward.default": grid_sampler_backward,
     "aten.grid_sampler_3d_backward.default": grid_sampler_backward,
+    "aten.fractional_max_pool2d.default": fractional_max_pool,
+    "aten.fractional_max_pool3d.default": fractional_max_pool,
     "aten.im2col.default": patches,
     "aten.col2im.default": patches,
 }

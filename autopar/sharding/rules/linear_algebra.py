@@ -14,11 +14,12 @@ from autopar.sharding.rules.views import keep_dims
 # ops on stacks of matrices: the dims of the first argument before the last two are the batch
 OVER_STACKS = names("""
     cholesky.default cholesky_inverse.default linalg_cholesky_ex.default linalg_inv_ex.default linalg_qr.default
-    linalg_lu.default linalg_lu_factor_ex.default linalg_ldl_factor_ex.default linalg_eig.default _linalg_eigh.default
-    _linalg_svd.default _linalg_det.default _linalg_slogdet.default linalg_matrix_exp.default
-    linalg_householder_product.default _linalg_solve_ex.default linalg_solve_triangular.default triangular_solve.default
-    cholesky_solve.default geqrf.default linalg_lu_solve.default linalg_pinv.atol_rtol_tensor ormqr.default
-    lu_unpack.default linalg_ldl_solve.default
+    linalg_lu.default linalg_lu_factor_ex.default linalg_ldl_factor_ex.default linalg_eig.default
+    _linalg_eigh.default _linalg_svd.default _linalg_det.default _linalg_slogdet.default
+    linalg_matrix_exp.default linalg_householder_product.default _linalg_solve_ex.default
+    linalg_solve_triangular.default triangular_solve.default cholesky_solve.default geqrf.default
+    linalg_lu_solve.default linalg_pinv.atol_rtol_tensor ormqr.default lu_unpack.default
+    linalg_ldl_solve.default
 """)
 
 

@@ -96,6 +96,18 @@ def batch_norm(call: OpCall) -> Iterator[Rule]:
         yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))
 
 
+def batch_norm_without_statistics(call: OpCall) -> Iterator[Rule]:
+    """(input, weight, bias, training, momentum, eps): channels."""
+    yield place(call, {0: Shard(1), 1: Shard(0), 2: Shard(0)}, (Shard(1), *map(_channel_shard, call.outputs[1:])))
+
+
+def batch_norm_with_fixed_statistics(call: OpCall) -> Iterator[Rule]:
+    """(input, weight, bias, running_mean, running_var, momentum, eps): channels and the batch."""
+    statistics = tuple(map(_channel_shard, call.outputs[1:]))
+    yield place(call, {0: Shard(1), **{index: Shard(0) for index in (1, 2, 3, 4)}}, (Shard(1), *statistics))
+    yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))
+
+
 def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
     """(grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, mask)."""
     channels = {0: Shard(1), 1: Shard(1), **{index: Shard(0) for index in range(2, 7)}}
@@ -113,6 +125,8 @@ RULES: RuleTable = {
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.native_batch_norm.default": batch_norm,
     "aten._native_batch_norm_legit.default": batch_norm,
+    "aten._native_batch_norm_legit.no_stats": batch_norm_without_statistics,
+    "aten._native_batch_norm_legit_no_training.default": batch_norm_with_fixed_statistics,
     "aten._native_batch_norm_legit_functional.default": batch_norm,
     "aten.native_batch_norm_backward.default": batch_norm_backward,
 }

@@ -15,35 +15,30 @@ from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, names, pla
 
 # Ops that work element by element, beyond those that PyTorch tags so.
 UNTAGGED = names("""
-    _to_copy.default alias.default alias_copy.default detach.default detach_copy.default
-     lift_fresh.default lift_fresh_copy.default copy.default zeros_like.default
-    ones_like.default empty_like.default full_like.default fill.Scalar fill.Tensor masked_fill.Tensor
-       hardtanh_backward.default hardswish.default
+    _to_copy.default alias.default alias_copy.default detach.default detach_copy.default lift_fresh.default
+    lift_fresh_copy.default copy.default zeros_like.default ones_like.default empty_like.default
+    full_like.default fill.Scalar fill.Tensor masked_fill.Tensor hardtanh_backward.default hardswish.default
     hardswish_backward.default hardsigmoid_backward.default elu_backward.default leaky_relu_backward.default
     softplus_backward.default softshrink_backward.default hardshrink_backward.default mish_backward.default
     log_sigmoid_forward.default log_sigmoid_backward.default logit_backward.default rsub.Tensor
-    _prelu_kernel.default _prelu_kernel_backward.default
-      floor_divide.default rrelu_with_noise_backward.default _conj.default _neg_view.default
-       complex.default polar.default
-    isin.Tensor_Scalar bitwise_not.default
-
-
-     """)
+    _prelu_kernel.default _prelu_kernel_backward.default floor_divide.default rrelu_with_noise_backward.default
+    _conj.default _neg_view.default complex.default polar.default isin.Tensor_Scalar bitwise_not.default
+""")
 
 # For each op, the sets of operands in which it is linear together, by argument position: partial sums in all operands
 # of a set, whole values in the others, give partial sums of the result.
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(
         names("""
-    neg.default positive.default clone.default alias.default alias_copy.default detach.default
-     lift_fresh.default lift_fresh_copy.default mul.Scalar div.Scalar
-    div.Tensor deg2rad.default rad2deg.default masked_fill.Scalar tanh_backward.default
-    sigmoid_backward.default silu_backward.default gelu_backward.default threshold_backward.default
-    hardtanh_backward.default hardswish_backward.default hardsigmoid_backward.default elu_backward.default
-    leaky_relu_backward.default softplus_backward.default softshrink_backward.default
-    hardshrink_backward.default mish_backward.default log_sigmoid_backward.default logit_backward.default
-    native_dropout_backward.default
-"""),
+            neg.default positive.default clone.default alias.default alias_copy.default detach.default
+            lift_fresh.default lift_fresh_copy.default mul.Scalar div.Scalar div.Tensor deg2rad.default
+            rad2deg.default masked_fill.Scalar tanh_backward.default sigmoid_backward.default
+            silu_backward.default gelu_backward.default threshold_backward.default hardtanh_backward.default
+            hardswish_backward.default hardsigmoid_backward.default elu_backward.default
+            leaky_relu_backward.default softplus_backward.default softshrink_backward.default
+            hardshrink_backward.default mish_backward.default log_sigmoid_backward.default
+            logit_backward.default native_dropout_backward.default
+        """),
         ((0,),),
     ),
     "mul.Tensor": ((0,), (1,)),

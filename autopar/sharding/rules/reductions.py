@@ -147,20 +147,19 @@ RULES: RuleTable = {
     "aten.amin.default": over_dims(MIN),
     "aten.max.default": over_all(MAX),
     "aten.min.default": over_all(MIN),
-    "aten.norm.ScalarOpt_dim": over_dims(None, position=2),
     "aten.count_nonzero.dim_IntList": over_dims(SUM),
     "aten.count_nonzero.default": over_dims(SUM),
     **dict.fromkeys(
         names("""
-    aten.prod.dim_int aten.argmax.default aten.argmin.default aten.max.dim
-    aten.min.dim aten.median.dim aten.nanmedian.dim aten.mode.default
-"""),
+            aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.median.dim aten.nanmedian.dim
+            aten.mode.default
+        """),
         one_dim,
     ),
     **dict.fromkeys(
         names("""
-    aten.cumprod.default aten.cummax.default aten.cummin.default aten.logcumsumexp.default
-"""),
+            aten.cumprod.default aten.cummax.default aten.cummin.default aten.logcumsumexp.default
+        """),
         along,
     ),
     "aten.cumsum.default": running_sum,

@@ -38,7 +38,7 @@ def over_dims(rounds: int, position: int = 1) -> Callable[[OpCall], Iterator[Rul
 
 
 def vector_norm(call: OpCall) -> Iterator[Rule]:
-    """`linalg_vector_norm(self, ord, dim, keepdim)`."""
+    """`linalg_vector_norm(self, ord, dim, keepdim)`, `norm(self, p, dim, keepdim)`."""
     return over_dims(1, position=2)(call)
 
 
@@ -56,6 +56,10 @@ def truth(call: OpCall) -> Iterator[Rule]:
 
 
 RULES: RuleTable = {
+    "aten.prod.default": over_dims(1),
+    "aten.prod.dim_int": over_dims(1),
+    "aten.norm.Scalar": vector_norm,
+    "aten.norm.ScalarOpt_dim": vector_norm,
     "aten.logsumexp.default": over_dims(2),
     "aten.linalg_vector_norm.default": vector_norm,
     **{f"aten.{name}.correction": variance for name in ("var", "std", "var_mean", "std_mean")},

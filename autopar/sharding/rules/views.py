@@ -285,11 +285,10 @@ def view_dtype(call: OpCall) -> Iterator[Rule]:
 RULES: RuleTable = {
     **dict.fromkeys(
         names("""
-    aten.view.default aten._unsafe_view.default aten.view_copy.default
-    aten._reshape_alias.default aten._reshape_copy.default aten.unsqueeze.default aten.squeeze.default
-    aten.squeeze.dim aten.squeeze.dims aten.unsqueeze_copy.default
-    aten.squeeze_copy.default aten.squeeze_copy.dim
-"""),
+            aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default
+            aten._reshape_copy.default aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim
+            aten.squeeze.dims aten.unsqueeze_copy.default aten.squeeze_copy.default aten.squeeze_copy.dim
+        """),
         reshape,
     ),
     "aten.view.dtype": view_dtype,

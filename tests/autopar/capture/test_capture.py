@@ -186,7 +186,7 @@ def test_keys_are_unique_and_do_not_depend_on_node_numbers() -> None:
 def test_inputs_that_require_gradients_get_them() -> None:
     x = torch.ones(3, 4, requires_grad=True)
     program = capture(nn.Linear(4, 2), (x,), {})
-    assert "0" in {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
+    assert "input:0" in {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
 
 
 class Branching(nn.Linear):
