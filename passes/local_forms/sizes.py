@@ -15,29 +15,37 @@ aten = torch.ops.aten
 # ops by the position of the size of the result; a keyword `size` is not used for these in traced graphs
 SIZE_POSITIONS: dict[str, int] = {
     **dict.fromkeys(
-        names("""aten.full.default aten.zeros.default aten.ones.default aten.empty.memory_format"""),
+        names("""
+            aten.full.default aten.zeros.default aten.ones.default aten.empty.memory_format
+        """),
         0,
     ),
     **dict.fromkeys(
-        names("""aten.expand.default aten.expand_copy.default aten.new_zeros.default aten.new_ones.default
-            aten.new_full.default aten.new_empty.default aten.slice_backward.default aten.select_backward.default
-            aten.unfold_backward.default aten.diagonal_backward.default"""),
+        names("""
+            aten.expand.default aten.expand_copy.default aten.new_zeros.default aten.new_ones.default
+            aten.new_full.default aten.new_empty.default aten.slice_backward.default
+            aten.select_backward.default aten.unfold_backward.default aten.diagonal_backward.default
+        """),
         1,
     ),
     **dict.fromkeys(
-        names("""aten._upsample_nearest_exact1d_backward.default aten._upsample_nearest_exact3d_backward.default
+        names("""
+            aten._upsample_nearest_exact1d_backward.default aten._upsample_nearest_exact3d_backward.default
             aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default
             aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default
             aten.upsample_bilinear2d_backward.default aten.upsample_trilinear3d_backward.default
             aten.upsample_bicubic2d_backward.default aten._upsample_bilinear2d_aa_backward.default
-            aten._upsample_bicubic2d_aa_backward.default aten._upsample_nearest_exact2d_backward.default"""),
+            aten._upsample_bicubic2d_aa_backward.default aten._upsample_lanczos2d_aa_backward.default
+            aten._upsample_nearest_exact2d_backward.default
+        """),
         2,
     ),
 }
 # reshapes: their local result is a view of the shard in the local size, whatever the arguments were
 RESHAPES = names("""
-    aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default aten._reshape_copy.default
-    aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.default aten.squeeze_copy.dim
+    aten.view.default aten._unsafe_view.default aten.view_copy.default aten._reshape_alias.default
+    aten._reshape_copy.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.squeeze_copy.default
+    aten.squeeze_copy.dim
 """)
 
 

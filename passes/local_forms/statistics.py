@@ -42,9 +42,10 @@ def vector_norm(local: LocalCall) -> LocalValue:
     """The norm of the ranks' norms."""
     if not local.axes_with(ALL_REDUCED):
         return local.plain()
-    build, order = local.build, float(local.call.argument(1, "ord", 2))
+    build, given = local.build, local.call.argument(1, "ord")
+    order = 2.0 if given is None else float(given)
     source = widened(local, converted(local, local.args[0], output_dtype(local)))
-    norm = build.op(aten.linalg_vector_norm.default, source, *local.args[1:])
+    norm = build.op(local.call.target, source, *local.args[1:])
     if order in (inf, -inf):
         norm = all_reduced(local, norm, "max" if order > 0 else "min")
     elif order in (0, 1):
@@ -53,6 +54,11 @@ def vector_norm(local: LocalCall) -> LocalValue:
         total = all_reduced(local, build.op(aten.pow.Tensor_Scalar, norm, order), "sum")
         norm = build.op(aten.pow.Tensor_Scalar, total, 1 / order)
     return converted(local, norm, output_dtype(local))
+
+
+def product(local: LocalCall) -> LocalValue:
+    """The product of the ranks' products."""
+    return all_reduced(local, local.plain(), "product")
 
 
 def moments(local: LocalCall, source: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node]:
@@ -100,6 +106,10 @@ def truth(local: LocalCall) -> LocalValue:
 
 
 FORMS: Mapping[str, LocalForm] = {
+    "aten.prod.default": product,
+    "aten.prod.dim_int": product,
+    "aten.norm.Scalar": vector_norm,
+    "aten.norm.ScalarOpt_dim": vector_norm,
     "aten.logsumexp.default": logsumexp,
     "aten.linalg_vector_norm.default": vector_norm,
     **{f"aten.{name}.correction": variance for name in ("var", "std", "var_mean", "std_mean")},
