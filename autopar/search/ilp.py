@@ -73,6 +73,7 @@ class _IlpSearch:
         self.network: Network = built.network
         self.labels: Array | None = None  # of the incumbent, one per network node
         self.prices: Array = np.zeros(len(self.network.capacity))
+        self.search: PricedSearch | None = None  # of the network as it is
         if run.choice is not None:
             self._adopt(run.choice)
 
@@ -159,7 +160,7 @@ class _IlpSearch:
         """Message passing with prices, dropping what the bound rules out, as long as that pays."""
         while self.run.left() > 0:
             before = pair_count(self.network)
-            search = PricedSearch(self.network, self.prices)
+            search = self._priced_search()
             seconds = 0.2 + _PRICE_S_PER_PAIR * before * (1 + before / 500_000)
             budget = time.monotonic() + min(0.5 * self.run.left(), seconds)
             stale = 0
@@ -171,6 +172,12 @@ class _IlpSearch:
             self._drop(search)
             if pair_count(self.network) > 0.8 * before or not self.network.nodes():
                 return
+
+    def _priced_search(self) -> PricedSearch:
+        """The one of before, with its messages, as long as the network has not changed."""
+        if self.search is None:
+            self.search = PricedSearch(self.network, self.prices)
+        return self.search
 
     def _offer_array(self, search: PricedSearch):  # type: ignore[no-untyped-def]
         def offer(positions: Array, cost: float) -> None:
@@ -186,11 +193,15 @@ class _IlpSearch:
         if not math.isfinite(upper):
             return
         times = self.network.times
-        for node, keep in search.survivors(upper).items():
+        survivors = search.survivors(upper)
+        self.prove(search.bound)
+        if not survivors:
+            return
+        self.search = None
+        for node, keep in survivors.items():
             if not keep.any():
                 raise Deadend
             self.network.restrict(node, keep)
-        self.prove(search.bound)
         presolve(self.network, deadline=self.run.deadline)
         self.prices = self.prices[np.isin(times, self.network.times)]
 
@@ -201,6 +212,6 @@ class _IlpSearch:
         if positions is not None:
             search = Neighbourhoods(self.network, positions, self.seed, self.prices)
             search.run(deadline, lambda better, _: self.offer(better))
-        priced = PricedSearch(self.network, self.prices)
+        priced = self._priced_search()
         priced.run(_PASSES, deadline=self.run.deadline, upper=self.upper(), on_choice=self._offer_array(priced))
         self._drop(priced)

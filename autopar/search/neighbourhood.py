@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.search.exact import MarginalSearch, fits, priced_times, solve_without_capacities
+from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
 from autopar.search.lagrangian import PricedSearch
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
 from autopar.search.subnetwork import subnetwork
 
 _SMALLEST, _LARGEST = 20, 2000  # nodes freed together
+_FIRST_PAIRS = 40_000  # allowed pairs in the first neighbourhoods
 _SOLVE_S = 4.0  # seconds for one neighbourhood; half of it used up means: smaller ones next
 
 
@@ -30,7 +31,8 @@ class Neighbourhoods:
         self.random = np.random.default_rng(seed)
         self.prices = prices
         self.nodes = network.nodes()
-        self.size = min(150, len(self.nodes))
+        pairs_per_node = pair_count(network) / max(1, len(self.nodes))
+        self.size = min(len(self.nodes), max(_SMALLEST, min(150, int(_FIRST_PAIRS / max(1.0, pairs_per_node)))))
         self.cost = network.cost_of(self.positions)
         self.seed = seed
         self.round = 0
