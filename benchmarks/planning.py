@@ -46,7 +46,7 @@ def make(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
                 num_attention_heads=32, num_key_value_heads=8, use_cache=False,
             )  # fmt: skip
             model = transformers.LlamaForCausalLM(config)
-            ids = torch.zeros(512, 4096, dtype=torch.long)
+            ids = torch.zeros(256, 4096, dtype=torch.long)
     return model.train(), {"input_ids": ids, "labels": ids}
 
 

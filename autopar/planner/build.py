@@ -18,16 +18,21 @@ from autopar.sharding.op_call import TensorSpec
 from autopar.sharding.reshard import reshard_seconds_matrix
 
 Matrix = npt.NDArray[np.float64]
+TIED = -1
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A problem and the decisions that its nodes stand for, node by node."""
+    """A problem and the decisions that its nodes stand for, node by node.
+
+    `edge_arguments`: per edge, which input of its second end it feeds; TIED for one that keeps two layouts equal.
+    """
 
     program: Program
     decisions: tuple[Decision, ...]
     problem: Problem
     mesh_shape: tuple[int, ...]
+    edge_arguments: tuple[int, ...]
 
     def assignment(self, choice: Sequence[int]) -> Assignment:
         """What the passes need of a choice."""
@@ -67,7 +72,7 @@ def build_problem(
     program: Program, decisions: tuple[Decision, ...], prices: Prices, *, usage_limit: float | None
 ) -> PlanningProblem:
     """The joint problem of all decisions under a limit in bytes."""
-    edges, matrices = _edges(decisions, prices)
+    edges, arguments, matrices = _edges(decisions, prices)
     groups: dict[object, int] = {}
     problem = Problem(
         costs=tuple(decision.seconds for decision in decisions),
@@ -78,7 +83,7 @@ def build_problem(
         usage_limit=usage_limit,
         groups=tuple(groups.setdefault(decision.group, len(groups)) for decision in decisions),
     )
-    return PlanningProblem(program, decisions, problem, prices.mesh.shape)
+    return PlanningProblem(program, decisions, problem, prices.mesh.shape, tuple(arguments))
 
 
 def _usage(decision: Decision) -> Matrix:
@@ -133,17 +138,21 @@ class _EdgeCosts:
         return self.known[key]
 
 
-def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[int, int]], list[Matrix]]:
+def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[int, int]], list[int], list[Matrix]]:
+    """Endpoints, arguments and cost matrices of all edges."""
     costs = _EdgeCosts(prices)
     edges: list[tuple[int, int]] = []
+    arguments: list[int] = []
     matrices: list[Matrix] = []
     parameters = {decision.name: index for index, decision in enumerate(decisions) if decision.kind == "parameter"}
     for index, decision in enumerate(decisions):
         for argument, source in enumerate(decision.sources):
             edges.append((source.decision, index))
+            arguments.append(argument)
             matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument))
         if decision.kind == "gradient" and decision.name in parameters:
             count = len(decision.strategies)
             edges.append((parameters[decision.name], index))
+            arguments.append(TIED)
             matrices.append(np.where(np.eye(count, dtype=bool), 0.0, float(FORBIDDEN)))
-    return edges, matrices
+    return edges, arguments, matrices

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.tensor import Shard
 
-from autopar.errors import PlanError
-from autopar.planner.build import PlanningProblem
-from autopar.planner.decisions import Decision
-from autopar.search import FORBIDDEN, evaluate, solve
+from autopar.errors import InfeasibleProblemError, PlanError
+from autopar.planner.build import TIED, PlanningProblem
+from autopar.planner.decisions import Decision, Source
+from autopar.planner.prices import VIEWS
+from autopar.search import FORBIDDEN, Problem, evaluate, solve
 from autopar.sharding.layout import Layout, replicated, shard_dim
 
 HAND_PLANS = ("ddp", "fsdp", "megatron")
@@ -83,12 +85,18 @@ class _Follower:
             return find_layout(decision, replicated(len(self.planning.mesh_shape)))
         if decision.kind in ("input", "tangent"):
             return self._input(decision)
+        if decision.kind == "op" and all(self._is_whole(source) for source in decision.sources):
+            return 0  # what does not depend on the batch is computed on every rank: the replicated strategy comes first
         moves = np.zeros(len(decision.strategies))
         for first, edge in self.incoming[index]:
             moves += self.planning.problem.edge_costs[edge][self.choice[first]]
         compute = self.planning.problem.costs[index]
         total = moves * 1e3 + compute  # moving nothing comes first: this is the plan's idea, not an optimum
         return int(np.argmin(total))
+
+    def _is_whole(self, source: Source) -> bool:
+        strategy = self.planning.decisions[source.decision].strategies[self.choice[source.decision]]
+        return strategy.outputs[source.output] == replicated(len(self.batch))
 
     def _input(self, decision: Decision) -> int:
         spec = decision.specs[0]
@@ -127,13 +135,37 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
         index: _megatron_mask(decision, decision.strategies[pick].rules, axes)
         for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True))
     }
-    problem = planning.restricted(allowed)
+    problem = _never_gathered(planning, planning.restricted(allowed))
     if not any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items()):
         raise PlanError("no weight can be cut over the last mesh axis", fix="use search='ilp'")
-    solution = solve(problem, strategy="ilp", time_limit_s=time_limit_s, seed=seed)
+    try:
+        solution = solve(problem, strategy="ilp", time_limit_s=time_limit_s, seed=seed)
+    except InfeasibleProblemError as error:
+        raise PlanError("not every op can use its weight cut over the last mesh axis", fix="use 'ilp'") from error
     if not evaluate(problem, solution.choice) < FORBIDDEN:
         raise PlanError("no tensor-parallel layout keeps the batch where ddp has it", fix="use search='ilp'")
     return solution.choice
+
+
+def _never_gathered(planning: PlanningProblem, problem: Problem) -> Problem:
+    """Forbid moving a weight over the last axis: an op that reads it (or a view of it) takes it as it is cut."""
+    weights: set[int] = set()
+    for index, decision in enumerate(planning.decisions):
+        is_view = decision.call is not None and decision.call.name in VIEWS
+        if _is_matrix(decision) or (is_view and decision.sources[0].decision in weights):
+            weights.add(index)
+    costs = list(problem.edge_costs)
+    for edge, ((first, second), argument) in enumerate(zip(problem.edges, planning.edge_arguments, strict=True)):
+        if first in weights and argument != TIED:
+            costs[edge] = _kept(planning.decisions[first], planning.decisions[second], argument, costs[edge])
+    return replace(problem, edge_costs=tuple(costs))
+
+
+def _kept(weight: Decision, reader: Decision, argument: int, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    stored = [strategy.outputs[0][-1] for strategy in weight.strategies]
+    read = [strategy.inputs[argument][-1] for strategy in reader.strategies]
+    same = np.array([[left == right for right in read] for left in stored])
+    return np.where(same, costs, float(FORBIDDEN))
 
 
 def _is_matrix(decision: Decision) -> bool:
