@@ -21,8 +21,9 @@ UNTAGGED = names("""
     hardswish_backward.default hardsigmoid_backward.default elu_backward.default leaky_relu_backward.default
     softplus_backward.default softshrink_backward.default hardshrink_backward.default mish_backward.default
     log_sigmoid_forward.default log_sigmoid_backward.default logit_backward.default rsub.Tensor
-    _prelu_kernel.default _prelu_kernel_backward.default floor_divide.default rrelu_with_noise_backward.default
-    _conj.default _neg_view.default complex.default polar.default isin.Tensor_Scalar bitwise_not.default
+    _prelu_kernel.default _prelu_kernel_backward.default floor_divide.default __lshift__.Scalar
+    __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor rrelu_with_noise_backward.default _conj.default
+    _neg_view.default complex.default polar.default isin.Tensor_Scalar bitwise_not.default
 """)
 
 # For each op, the sets of operands in which it is linear together, by argument position: partial sums in all operands

@@ -140,7 +140,8 @@ def top_values(call: OpCall) -> Iterator[Rule]:
 RULES: RuleTable = {
     "aten.sum.dim_IntList": over_dims(SUM),
     "aten.sum.default": over_all(SUM),
-    "aten.nansum.default": over_dims(None),
+    "aten.nansum.default": over_dims(SUM),
+    "aten.linalg__powsum.default": over_dims(SUM, position=2),
     "aten.mean.dim": over_dims(SUM, MEAN),
     "aten.mean.default": over_all(SUM, MEAN),
     "aten.amax.default": over_dims(MAX),

@@ -90,6 +90,47 @@ def _record_op_db() -> dict[str, dict[OpCall, Sample]]:
     return recorder.samples
 
 
+def merged(*tables: dict[str, dict[OpCall, Sample]]) -> dict[str, dict[OpCall, Sample]]:
+    """All samples of all tables."""
+    return {
+        name: {call: it for table in tables for call, it in table.get(name, {}).items()}
+        for name in set().union(*tables)
+    }
+
+
+def elementwise_samples() -> dict[str, dict[OpCall, Sample]]:
+    """One sample of every functional overload that PyTorch tags as elementwise, with arguments made from its schema."""
+    samples = {}
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    for packet in packets:
+        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+            op = getattr(packet, overload)
+            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+                sample = _from_schema(op)
+                samples[str(op)] = {sample.call: sample} if sample else {}
+    return samples
+
+
+def _from_schema(op: torch._ops.OpOverload) -> Sample | None:
+    """A call on tensors of 6 x 4 and on the number 2, in floats or, where the op refuses those, in integers."""
+    required = [argument for argument in op._schema.arguments if not argument.has_default_value()]
+    for dtype in (torch.float64, torch.int64):
+        made = [_argument(str(argument.type), dtype) for argument in required]
+        args = tuple(value for value, argument in zip(made, required, strict=True) if not argument.kwarg_only)
+        kwargs = {argument.name: value for value, argument in zip(made, required, strict=True) if argument.kwarg_only}
+        try:
+            return Sample(recorded_call(op, args, kwargs, op(*args, **kwargs)), args, kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue
+    return None
+
+
+def _argument(kind: str, dtype: torch.dtype) -> Any:
+    if kind == "Tensor":
+        return torch.rand(6, 4, dtype=dtype) + 0.5 if dtype.is_floating_point else torch.randint(1, 5, (6, 4))
+    return {"bool": True, "str": "none"}.get(kind, 2)
+
+
 def _inputs(op: Any) -> Iterator[Any]:
     dtypes = op.supported_dtypes("cpu")
     dtype = next((dtype for dtype in (torch.float64, torch.int64) if dtype in dtypes), None)

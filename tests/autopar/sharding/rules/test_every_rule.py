@@ -16,7 +16,7 @@ from autopar.sharding.rules.norms import MOMENTS
 from autopar.sharding.strategies import Strategy
 from tests.autopar.sharding.rules.model_calls import MODEL_CALLS, ModelCall
 from tests.autopar.sharding.rules.proving import wrong_strategies
-from tests.autopar.sharding.rules.recording import Sample, op_db_samples
+from tests.autopar.sharding.rules.recording import Sample, elementwise_samples, merged, op_db_samples
 
 MESHES = (((2,), (3,)), ((3,),))  # on which the samples of an overload run: the one with the most rules, another
 UNDEFINED_VALUES = "aten.empty"  # what such ops return is not defined, so nothing can be compared
@@ -29,7 +29,7 @@ UNREACHED = {
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, dict[OpCall, Sample]]:
-    return op_db_samples()
+    return merged(elementwise_samples(), op_db_samples())
 
 
 def chosen(samples: dict[OpCall, Sample]) -> list[Sample]:
