@@ -36,14 +36,17 @@ def _all_moves(planning: PlanningProblem, choice: Sequence[int], prices: Prices)
 
 
 def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> tuple[PlanEntry, ...]:
-    """One entry per parameter, input and op; a gradient's moves are its parameter's."""
+    """One entry per parameter, input and op.
+
+    A gradient's moves are listed with its parameter, an output's with the op that makes it.
+    """
     moves = _all_moves(planning, choice, prices)
     own = {decision.name: index for index, decision in enumerate(planning.decisions) if decision.kind == "parameter"}
-    extra: dict[int, tuple[MoveCost, ...]] = {
-        own[decision.name]: moves[index]
-        for index, decision in enumerate(planning.decisions)
-        if decision.kind == "gradient" and decision.name in own
-    }
+    extra: dict[int, tuple[MoveCost, ...]] = {}
+    for index, decision in enumerate(planning.decisions):
+        if decision.kind in ("gradient", "result"):
+            host = own.get(decision.name, decision.sources[0].decision)
+            extra[host] = extra.get(host, ()) + moves[index]
     entries = []
     for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
         strategy = decision.strategies[pick]

@@ -1,0 +1,65 @@
+"""The hand plans are what their names say, in collectives and layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.sharding.layout import format_layout
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def planned(search: str, mesh_shape: tuple[int, ...]) -> autopar.Plan:
+    return autopar.make_plan(block(), autopar.Mesh(mesh_shape), example_inputs=torch.randn(8, 16), search=search)
+
+
+def layouts(plan: autopar.Plan) -> dict[str, str]:
+    return {entry.key: format_layout(entry.outputs[0]) for entry in plan.entries if entry.kind == "parameter"}
+
+
+def collectives(plan: autopar.Plan) -> Counter[tuple[str, int]]:
+    return Counter(
+        (move.collective, move.axis) for entry in plan.entries for move in entry.moves if move.collective != "slice"
+    )
+
+
+def test_ddp_replicates_parameters_and_only_sums_gradients() -> None:
+    plan = planned("ddp", (4,))
+    assert set(layouts(plan).values()) == {"R"}
+    assert {kind for kind, _ in collectives(plan)} <= {"all_reduce", "all_gather"}
+    gradients = [move for entry in plan.entries if entry.kind == "parameter" for move in entry.moves]
+    assert {move.collective for move in gradients} == {"all_reduce"}
+
+
+def test_fsdp_stores_shards_gathers_them_and_scatters_gradients() -> None:
+    plan = planned("fsdp", (4,))
+    assert set(layouts(plan).values()) == {"S0"}
+    gradients = [move for entry in plan.entries if entry.kind == "parameter" for move in entry.moves]
+    assert {move.collective for move in gradients} == {"reduce_scatter"}
+    assert collectives(plan)["all_gather", 0] >= 4
+
+
+def test_megatron_cuts_the_first_weight_by_columns_and_the_second_by_rows() -> None:
+    plan = planned("megatron", (2, 2))
+    found = layouts(plan)
+    assert found["1.weight"] == "R,S0"
+    assert found["3.weight"] == "R,S1"
+    forward = [entry for entry in plan.entries if entry.kind == "op" and ".backward" not in entry.key]
+    tensor_parallel = [
+        move for entry in forward for move in entry.moves if move.axis == 1 and move.collective != "slice"
+    ]
+    assert [move.collective for move in tensor_parallel] == ["all_reduce"]
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="a batch of 6 does not divide over 4 ranks"):
+        autopar.make_plan(block(), autopar.Mesh((4,)), example_inputs=torch.randn(6, 16), search="ddp")
