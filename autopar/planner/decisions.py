@@ -73,6 +73,7 @@ class DecisionList:
         self.program, self.prices, self.optimizer = program, prices, optimizer
         self.mesh_shape = prices.mesh.shape
         self.decisions: list[Decision] = []
+        self._trained = {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
         self._at: dict[str, Source] = {}  # fx node name -> where its value comes from
         self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
@@ -104,7 +105,7 @@ class DecisionList:
         layouts = self._placeholder_layouts(kind, spec)
         held = np.array([local_bytes(spec, layout, self.mesh_shape) for layout in layouts], dtype=np.int64)
         seconds = np.zeros(len(layouts))
-        if kind is InputKind.PARAMETER and node.meta["val"].requires_grad:
+        if kind is InputKind.PARAMETER and name in self._trained:
             seconds = self.prices.optimizer(held.astype(np.float64), self.optimizer.state_copies)
             held = held + (held * self.optimizer.state_copies).astype(np.int64)
         module, own = owner(name) if kind in (InputKind.PARAMETER, InputKind.BUFFER) else ("", name)

@@ -1,0 +1,38 @@
+"""Folded names: exact both ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import PlanFormatError
+from autopar.folding import expand_key, fold_keys, ranges_text
+
+
+def test_keys_that_differ_in_one_number_and_agree_in_their_decision_fold() -> None:
+    keys = {f"h.{layer}.mlp/mm#0": "S0" for layer in range(4)} | {"h.4.mlp/mm#0": "R", "head/mm#0": "S0"}
+    folded = fold_keys(keys)
+    assert list(folded) == ["h.[0-3].mlp/mm#0", "h.4.mlp/mm#0", "head/mm#0"]
+
+
+def test_occurrence_numbers_do_not_fold() -> None:
+    assert list(fold_keys({"a/mm#0": 1, "a/mm#1": 1})) == ["a/mm#0", "a/mm#1"]
+
+
+@given(st.dictionaries(st.sampled_from([f"h.{a}.b.{b}.w" for a in range(5) for b in range(3)]), st.integers(0, 2)))
+def test_expanding_what_was_folded_gives_every_key_once(decisions: dict[str, int]) -> None:
+    folded = fold_keys(decisions)
+    expanded = [(key, decisions[members[0]]) for text, members in folded.items() for key in expand_key(text)]
+    assert sorted(expanded) == sorted(decisions.items())
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranges_name_the_numbers_they_were_made_of(numbers: set[int]) -> None:
+    assert [int(key) for key in expand_key(f"[{ranges_text(sorted(numbers))}]")] == sorted(numbers)
+
+
+@pytest.mark.parametrize("text", ["h.[3-1].w", "h.[1,,2].w", "h.[-1].w", "h.[0-999999].w"])
+def test_a_list_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(PlanFormatError):
+        expand_key(text)
