@@ -73,6 +73,7 @@ class _IlpSearch:
         self.network: Network = built.network
         self.labels: Array | None = None  # of the incumbent, one per network node
         self.prices: Array = np.zeros(len(self.network.capacity))
+        self.rounds = 0
         self.search: PricedSearch | None = None  # of the network as it is
         if run.choice is not None:
             self._adopt(run.choice)
@@ -162,7 +163,7 @@ class _IlpSearch:
             before = pair_count(self.network)
             search = self._priced_search()
             seconds = 0.2 + _PRICE_S_PER_PAIR * before * (1 + before / 500_000)
-            budget = time.monotonic() + min(0.5 * self.run.left(), seconds)
+            budget = time.monotonic() + min(0.3 * self.run.left(), seconds)
             stale = 0
             while time.monotonic() < budget and stale < 2 and not self.run.is_proven(self.gap):
                 bound = search.bound
@@ -209,9 +210,16 @@ class _IlpSearch:
         """Large-neighbourhood search around the incumbent, then drop what the better incumbent rules out."""
         positions = None if self.labels is None else self.network.located(self.labels)
         deadline = min(self.run.deadline, time.monotonic() + seconds)
-        if positions is not None:
-            search = Neighbourhoods(self.network, positions, self.seed, self.prices)
-            search.run(deadline, lambda better, _: self.offer(better))
         priced = self._priced_search()
+        if positions is not None:
+            self.rounds += 1
+            search = Neighbourhoods(
+                self.network,
+                positions,
+                self.seed + 7919 * self.rounds,
+                prices=self.prices,
+                regrets=priced.regrets(),
+            )
+            search.run(deadline, lambda better, _: self.offer(better))
         priced.run(_PASSES, deadline=self.run.deadline, upper=self.upper(), on_choice=self._offer_array(priced))
         self._drop(priced)

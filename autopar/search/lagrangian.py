@@ -19,6 +19,7 @@ from autopar.search.repair import Repairer
 
 _SMOOTHING = 0.6  # share of the previous direction: usages of single passes jump between extremes
 _REPAIR_EVERY = 5  # passes between two attempts to make their choice fit
+_DEARER = (1.03, 1.2)  # prices at which the choice is likelier to fit
 _TOLERANCE = 1e-10  # relative: what summing in float64 may add to a bound
 
 
@@ -79,7 +80,7 @@ class PricedSearch:
             if self.since_repair < self.repair_every:
                 return False
             self.since_repair = 0
-            repaired = self.repairer.run(positions, deadline, 300 if math.isfinite(self.cost) else 5000)
+            repaired = self._fitted(positions, deadline)
             if repaired is None or (cost := self.messages.cost(repaired)) >= self.cost:
                 self.repair_every = min(30.0, self.repair_every * 1.5)
                 return False
@@ -88,6 +89,19 @@ class PricedSearch:
         self.cost, self.positions = cost, positions.copy()
         return True
 
+    def _fitted(self, positions: Array, deadline: float) -> Array | None:
+        """The cheapest of: the pass's choice repaired, and the choices under somewhat higher prices repaired."""
+        moves = 300 if math.isfinite(self.cost) else 5000
+        best = self.repairer.run(positions, deadline, moves)
+        inbox = list(self.messages.inbox)
+        for factor in _DEARER if math.isfinite(self.cost) and self.prices.any() else ():
+            dearer = self.messages.forward(self.messages.split(self.pricing.priced(factor * self.prices)))
+            self.messages.inbox = list(inbox)
+            choice = self.repairer.run(dearer, deadline, moves)
+            if choice is not None and (best is None or self.messages.cost(choice) < self.messages.cost(best)):
+                best = choice
+        return best
+
     def _note_bound(self, bound: float) -> None:
         if bound > self.bound + 1e-7 * abs(self.bound if math.isfinite(self.bound) else 0.0):
             self.bound, self.best_prices, self.best_inbox = bound, self.prices, list(self.messages.inbox)
@@ -95,8 +109,8 @@ class PricedSearch:
         else:
             self.bound = max(self.bound, bound)
             self.stalled, self.rising = self.stalled + 1, 0
-        if self.stalled >= 5:
-            self.step, self.stalled = self.step * 0.6, 0
+        if self.stalled >= 4:
+            self.step, self.stalled = self.step * 0.5, 0
             self.prices, self.messages.inbox = self.best_prices, list(self.best_inbox)
         if self.rising >= 8:
             self.step, self.rising = self.step * 1.3, 0
@@ -113,6 +127,11 @@ class PricedSearch:
             return
         distance = min(max(1.02 * target - bound, 0.001 * abs(target)), 0.5 * abs(bound) + 1.0)
         self.prices = np.maximum(0.0, self.prices + self.step * distance / length * direction)
+
+    def regrets(self) -> dict[int, Array]:
+        """Per node and strategy, how far the last pass thinks it from the node's best one, in quanta."""
+        beliefs = zip(self.pricing.nodes, self.messages.beliefs, strict=True)
+        return {node: belief for node, belief in beliefs if len(belief)}
 
     def survivors(self, upper: float) -> dict[int, Array]:
         """Per node with a loser: mask of the strategies that some choice of cost <= `upper` (quanta) may use."""

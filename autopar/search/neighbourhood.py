@@ -25,25 +25,46 @@ _SOLVE_S = 4.0  # seconds for one neighbourhood; half of it used up means: small
 class Neighbourhoods:
     """Improves a feasible choice of one network; deterministic by seed up to the time limits of its solves."""
 
-    def __init__(self, network: Network, positions: dict[int, int], seed: int, prices: Array | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        positions: dict[int, int],
+        seed: int,
+        *,
+        prices: Array | None = None,
+        regrets: dict[int, Array] | None = None,
+    ) -> None:
         self.network = network
         self.positions = dict(positions)
         self.random = np.random.default_rng(seed)
         self.prices = prices
+        self.regrets = regrets or {}  # per node and strategy: where it is large, the choice is likely wrong
         self.nodes = network.nodes()
+        self.fresh = np.ones(len(self.nodes))  # less after each failure around a node
         pairs_per_node = pair_count(network) / max(1, len(self.nodes))
         self.size = min(len(self.nodes), max(_SMALLEST, min(150, int(_FIRST_PAIRS / max(1.0, pairs_per_node)))))
         self.cost = network.cost_of(self.positions)
         self.seed = seed
         self.round = 0
+        self._weigh()
 
-    def run(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> None:
-        """Re-solve neighbourhoods until the deadline."""
-        while time.monotonic() < deadline:
-            self.step(deadline, on_better)
+    def _weigh(self) -> None:
+        """The chance of each node to be the middle of a neighbourhood."""
+        regrets = [
+            float(self.regrets[node][self.positions[node]]) if node in self.regrets else 0.0 for node in self.nodes
+        ]
+        weight = np.array(regrets) * self.fresh
+        weight = weight + max(0.1 * float(weight.mean()), 1e-9) * self.fresh
+        self.chance: Array = weight / weight.sum()
 
-    def step(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> None:
-        """Re-solve one neighbourhood and adapt the size of the next one to how long it took."""
+    def run(self, deadline: float, on_better: Callable[[dict[int, int], float], None], patience: int = 40) -> None:
+        """Re-solve neighbourhoods until the deadline, or until `patience` of them in a row gave nothing."""
+        failures = 0
+        while time.monotonic() < deadline and failures < patience:
+            failures = 0 if self.step(deadline, on_better) else failures + 1
+
+    def step(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> bool:
+        """Re-solve one neighbourhood and adapt the size of the next one to how long it took; whether it helped."""
         started = time.monotonic()
         free = self._pick()
         self.round += 1
@@ -52,11 +73,13 @@ class Neighbourhoods:
             self.positions.update(better)
             self.cost = self.network.cost_of(self.positions)
             on_better(self.positions, self.cost)
+        self._weigh()
         seconds = time.monotonic() - started
         if seconds > _SOLVE_S / 2:
             self.size = max(_SMALLEST, int(self.size * 0.8))
         elif seconds < _SOLVE_S / 4:
             self.size = min(_LARGEST, len(self.nodes), int(self.size * 1.1) + 1)
+        return better is not None
 
     def resolve(self, free: list[int], deadline: float) -> dict[int, int] | None:
         """Better positions for the free nodes, or None."""
@@ -83,7 +106,7 @@ class Neighbourhoods:
 
     def _ball(self, size: int) -> list[int]:
         """Nodes near a random one, breadth first in random order."""
-        start = int(self.random.choice(self.nodes))
+        start = self.nodes[self._middle()]
         seen, queue = {start}, [start]
         for node in queue:
             others = [other for other in self.network.links[node] if other not in seen]
@@ -95,9 +118,15 @@ class Neighbourhoods:
                 break
         return queue[:size]
 
+    def _middle(self) -> int:
+        place = int(self.random.choice(len(self.nodes), p=self.chance))
+        self.fresh[place] *= 0.3
+        return place
+
     def _window(self) -> list[int]:
         """A stretch of the execution order."""
-        first = int(self.random.integers(0, max(1, len(self.nodes) - self.size + 1)))
+        middle = self._middle()
+        first = max(0, min(middle - self.size // 2, len(self.nodes) - self.size))
         return self.nodes[first : first + self.size]
 
 

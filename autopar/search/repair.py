@@ -49,7 +49,7 @@ class Repairer:
         if not self._repair(deadline, most_moves):
             return None
         self._polish(deadline)
-        return self.positions
+        return self.positions.copy()
 
     def _rises(self) -> Array:
         """What moving to each strategy adds to the cost."""
