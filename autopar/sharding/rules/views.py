@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.rule import Rule
+from autopar.sharding.rules.exchange import dim_of, exchanged
 from autopar.sharding.rules.placing import (
     SUM,
     RuleTable,
@@ -121,12 +122,20 @@ def cat(call: OpCall) -> Iterator[Rule]:
     joined = wrap_dim(call.argument(1, "dim", 0), rank)
     if all(len(spec.shape) == rank for spec in tensors):
         yield from mapped(call, ((dim, dim) for dim in range(rank) if dim != joined))
+        yield from exchanged(call, joined)
 
 
 def split(call: OpCall) -> Iterator[Rule]:
+    """All dims but the one that is cut."""
     rank = len(call.inputs[0].shape)
     cut = wrap_dim(call.argument(2, "dim", 0), rank)
     return mapped(call, ((dim, dim) for dim in range(rank) if dim != cut))
+
+
+def exchanging_split(call: OpCall) -> Iterator[Rule]:
+    """`split`, `split_with_sizes`: the dim that is cut, too."""
+    yield from split(call)
+    yield from exchanged(call, dim_of(call, 2))
 
 
 def cut_dim(call: OpCall) -> Iterator[Rule]:
@@ -315,8 +324,8 @@ RULES: RuleTable = {
     "aten.unbind.int": drop_dim,
     "aten.stack.default": stack,
     "aten.cat.default": cat,
-    "aten.split.Tensor": split,
-    "aten.split_with_sizes.default": split,
+    "aten.split.Tensor": exchanging_split,
+    "aten.split_with_sizes.default": exchanging_split,
     "aten.split_with_sizes_copy.default": split,
     "aten.slice.Tensor": cut_dim,
     "aten.slice_copy.Tensor": cut_dim,
