@@ -27,16 +27,28 @@ OUTSIDE_JOINT_GRAPHS = ("aten._foreach_", "aten._fused_adam", "aten._amp_", "ate
 
 @dataclass(frozen=True)
 class Row:
-    """One op overload. `ours`: rules of the sample with the most, beside the replicated one; None without a rule."""
+    """One op overload. `ours`: rules of the sample with the most, beside the replicated one; None without a rule.
+
+    `is_sampled`: whether there is a sample; a rule of an op that only accelerators run has none here.
+    """
 
     name: str
     ours: int | None
     runs: int  # strategies that were run on shards
     wrong: int
     theirs: bool
+    is_sampled: bool = True
 
     def __str__(self) -> str:
-        ours = "-" if self.ours is None else "replicate" if not self.ours else str(self.ours)
+        ours = (
+            "-"
+            if self.ours is None
+            else "yes"
+            if not self.is_sampled
+            else "replicate"
+            if not self.ours
+            else str(self.ours)
+        )
         proof = f"{self.runs - self.wrong} of {self.runs}" if self.runs else "-"
         return f"| `{self.name}` | {ours} | {proof} | {'yes' if self.theirs else '-'} |"
 
@@ -86,7 +98,7 @@ def row(name: str, samples: dict[OpCall, Sample], theirs: set[str]) -> Row:
     """The facts about one overload; its rules run on the sample that has the most of them."""
     known = [call for call in samples if has_rule(call)]
     if not known:
-        return Row(name, 0 if name in BUILT_IN else None, 0, 0, name in theirs)
+        return Row(name, 1 if name in BUILT_IN else None, 0, 0, name in theirs, is_sampled=False)
     best = samples[max(known, key=lambda call: len(rules_of(call)))]
     ours = len(rules_of(best.call)) - 1
     if not ours or ".empty" in name or ".new_empty" in name:  # values that are not defined cannot be compared
@@ -121,6 +133,7 @@ def document(table: list[Row]) -> Iterator[str]:
     yield f"- of those, with a wrong strategy: {sum(bool(it.wrong) for it in table)}"
     yield f"- replicated by us: {len(table) - len(sharded)}; unknown to DTensor: {sum(not it.theirs for it in table)}"
     yield f"- sharded by us, unknown to DTensor: {sum(not it.theirs for it in sharded)}"
+    yield "- attention and dropout are ops of autopar's own in a captured graph, and have rules of their own"
     missing = [f"`{it.name}`" for it in table if it.theirs and not it.ours]
     yield f"- registered by DTensor, replicated by us: {len(missing)} ({', '.join(missing)})"
     yield ""

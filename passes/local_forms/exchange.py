@@ -168,6 +168,47 @@ def cat(local: LocalCall) -> LocalValue:
     return Exchange(local, axes[0], dim, have, Side((0,), (sum(lengths),))).run(tensors)[0]
 
 
+def cut_out(local: LocalCall) -> LocalValue:
+    """`slice(self, dim, start, end, step)`."""
+    axes, source = local.axes_with(EXCHANGED), local.args[0]
+    if not axes:
+        return local.plain()
+    if len(axes) > 1:
+        (whole,), _ = gathered(local, [source])
+        return cut_again(local, [local.build.op(local.call.target, whole, *local.args[1:])], axes)[0]
+    dim, size = dim_of(local.call, 1), _full_size(local)
+    length = local.call.inputs[0].shape[dim]
+    want = Side((_first(local.call.argument(2, "start"), length),), (size[dim],))
+    return Exchange(local, axes[0], dim, Side((0,), (length,)), want).run([source])[0]
+
+
+def put_back(local: LocalCall) -> LocalValue:
+    """`slice_backward(grad, input_sizes, dim, start, end, step)`: zeros around the gradient."""
+    axes, (grad, _, dim, start, *rest) = local.axes_with(EXCHANGED), local.args
+    size, here = _full_size(local), list(local.output_chunk()[1])
+    if not axes:
+        return local.build.op(local.call.target, grad, here, dim, start, *rest)
+    dim = dim_of(local.call, 2)
+    if len(axes) > 1:
+        (whole,), _ = gathered(local, [grad])
+        here[dim] = size[dim]
+        return cut_again(local, [local.build.op(local.call.target, whole, here, dim, start, *rest)], axes)[0]
+    have = Side((_first(start, size[dim]),), (local.call.inputs[0].shape[dim],))
+    return Exchange(local, axes[0], dim, have, Side((0,), (size[dim],))).run([grad])[0]
+
+
+def _full_size(local: LocalCall) -> tuple[int, ...]:
+    spec = local.call.outputs[0]
+    assert spec is not None
+    return spec.shape
+
+
+def _first(start: int | None, length: int) -> int:
+    """Where a slice starts, counted from the front."""
+    start = start or 0
+    return min(length, max(0, start + length if start < 0 else start))
+
+
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
     """Where tensors start that lie one after the other."""
     return (0, *accumulate(lengths[:-1]))
@@ -177,4 +218,6 @@ FORMS: Mapping[str, LocalForm] = {
     "aten.split.Tensor": split,
     "aten.split_with_sizes.default": split,
     "aten.cat.default": cat,
+    "aten.slice.Tensor": cut_out,
+    "aten.slice_backward.default": put_back,
 }

@@ -23,7 +23,7 @@ SIZE_POSITIONS: dict[str, int] = {
     **dict.fromkeys(
         names("""
             aten.expand.default aten.expand_copy.default aten.new_zeros.default aten.new_ones.default
-            aten.new_full.default aten.new_empty.default aten.slice_backward.default
+            aten.new_full.default aten.new_empty.default
             aten.select_backward.default aten.unfold_backward.default aten.diagonal_backward.default
         """),
         1,

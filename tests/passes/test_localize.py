@@ -100,6 +100,15 @@ def test_a_softmax_over_a_sharded_dim_pays_two_all_reduces_of_rows() -> None:
     assert [(tuple(node.meta["val"].shape), node.args[1]) for node in reduced] == [((4, 1), "max"), ((4, 1), "sum")]
 
 
+def test_a_split_along_a_sharded_dim_pays_one_all_to_all() -> None:
+    gm = trace_op(aten.split.Tensor, (torch.ones(4, 36), 12, 1), {})
+    local = local_graph(gm, Rule((Shard(1),), (Shard(1),) * 3, form="exchanged"))
+    assert [str(node.target) for node in local.graph.nodes if "all_" in str(node.target)] == [
+        "_c10d_functional.all_to_all_single.default"
+    ]
+    assert [tuple(node.meta["val"].shape) for node in local.graph.output_node().args[0]] == [(4, 6)] * 3
+
+
 def test_creation_happens_on_the_device_of_the_program() -> None:
     gm = trace_op(aten.zeros.default, ([4, 6],), {"device": torch.device("meta")})
     local = local_graph(gm, Rule((), (Shard(0),)))

@@ -144,7 +144,9 @@ def cut_dim(call: OpCall) -> Iterator[Rule]:
     dim = wrap_dim(call.argument(1, "dim", 0), len(shape))
     start, end, step = (call.argument(i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
     whole = not start and (end is None or end >= shape[dim]) and step in (None, 1)
-    return mapped(call, ((other, other) for other in range(len(shape)) if other != dim or whole))
+    yield from mapped(call, ((other, other) for other in range(len(shape)) if other != dim or whole))
+    if not whole and step in (None, 1):
+        yield from exchanged(call, dim)
 
 
 def slice_backward(call: OpCall) -> Iterator[Rule]:
@@ -152,7 +154,9 @@ def slice_backward(call: OpCall) -> Iterator[Rule]:
     shape = call.inputs[0].shape
     dim = wrap_dim(call.args[2], len(shape))
     whole = result(call).shape[dim] == shape[dim]
-    return mapped(call, ((other, other) for other in range(len(shape)) if other != dim or whole))
+    yield from mapped(call, ((other, other) for other in range(len(shape)) if other != dim or whole))
+    if not whole and call.args[5] == 1:
+        yield from exchanged(call, dim)
 
 
 def select_backward(call: OpCall) -> Iterator[Rule]:
@@ -328,7 +332,6 @@ RULES: RuleTable = {
     "aten.split_with_sizes.default": exchanging_split,
     "aten.split_with_sizes_copy.default": split,
     "aten.slice.Tensor": cut_dim,
-    "aten.slice_copy.Tensor": cut_dim,
     "aten.slice_backward.default": slice_backward,
     "aten.select_backward.default": select_backward,
     "aten.slice_scatter.default": slice_scatter,

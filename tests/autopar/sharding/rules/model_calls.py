@@ -123,7 +123,6 @@ MODEL_CALLS: tuple[ModelCall, ...] = (
     ModelCall(aten.squeeze.default, lambda: (real(2, 1, 4, 3),)),
     ModelCall(aten.squeeze.dim, lambda: (real(2, 1, 4, 3), 0), note="of a dim longer than one"),
     ModelCall(aten.select_copy.int, lambda: (real(6, 4, 12), 1, 0)),
-    ModelCall(aten.slice_copy.Tensor, lambda: (real(6, 12), 1, 0, -1)),
     ModelCall(aten.slice.Tensor, lambda: (real(6, 12), 1, 0, -1)),
     ModelCall(aten.slice.Tensor, lambda: (real(6, 12), 1, 0, 99), note="of the whole"),
     ModelCall(aten.slice_backward.default, lambda: (real(6, 11), [6, 12], 1, 0, -1, 1)),
