@@ -21,6 +21,7 @@ from autopar.cost_models import commands as cost_model_commands
 from autopar.errors import AutoparError
 from autopar.search import commands as search_commands
 from autopar.version import __version__
+from autopar.zoo import commands as zoo_commands
 
 SubParsers = Any  # argparse's own type for this is private
 AddCommands = Callable[[SubParsers], None]
@@ -31,6 +32,7 @@ COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists the
     commands.add_commands,
     search_commands.add_commands,
     cost_model_commands.add_commands,
+    zoo_commands.add_commands,
 )
 
 
