@@ -8,12 +8,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import expand_key, fold_keys
-from autopar.search import Problem
+from autopar.search import Problem, memory_frontier
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.version import __version__
 
@@ -85,7 +86,6 @@ class Plan:
     version: str = __version__
     stages: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
-    frontier: tuple[tuple[int, float], ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
 
     def __post_init__(self) -> None:
@@ -112,6 +112,20 @@ class Plan:
     def communication_s(self) -> float:
         """Seconds of the moves between layouts."""
         return sum(move.seconds for entry in self.entries for move in entry.moves)
+
+    @cached_property
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """(live bytes, seconds) of the best plans under ever tighter limits: what each gigabyte costs in time.
+
+        Solved when first asked for, from the search problem; bytes are the problem's, before the buffers of moves.
+        Raises PlanError for a plan that was loaded rather than searched.
+        """
+        return memory_frontier(self._searched())
+
+    def _searched(self) -> Problem:
+        if self.problem is None:
+            raise PlanError("this plan was loaded, not searched: it has no problem", fix="ask a plan of make_plan")
+        return self.problem
 
     def matching(self, pattern: str) -> tuple[PlanEntry, ...]:
         """Entries whose key or module matches a shell-style pattern."""
@@ -156,9 +170,7 @@ class Plan:
 
     def export_problem(self, path: str | os.PathLike[str]) -> None:
         """Write the search problem that this plan answers, in the contest's JSON (`.gz` compresses)."""
-        if self.problem is None:
-            raise PlanError("this plan was loaded, not searched: it has no problem", fix="export it from make_plan")
-        self.problem.save(path)
+        self._searched().save(path)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain dicts and lists."""

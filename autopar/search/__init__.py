@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.search.evaluation import evaluate, violations
+from autopar.search.frontier import memory_frontier, peak_usage
 from autopar.search.problem import FORBIDDEN, Problem, make_problem
 from autopar.search.registry import register, solve, strategy_names
 from autopar.search.solution import Solution
@@ -13,6 +14,8 @@ __all__ = [
     "Solution",
     "evaluate",
     "make_problem",
+    "memory_frontier",
+    "peak_usage",
     "register",
     "solve",
     "strategy_names",

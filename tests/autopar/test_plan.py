@@ -179,3 +179,16 @@ def test_the_search_problem_can_be_exported_and_solved_alone(tmp_path: Path) -> 
 
 def test_planning_is_deterministic() -> None:
     assert plan().hash == plan().hash
+
+
+def test_the_frontier_trades_memory_for_time_and_ends_where_nothing_fits() -> None:
+    frontier = plan(optimizer=torch.optim.AdamW).frontier
+    assert len(frontier) > 2
+    assert [bytes_ for bytes_, _ in frontier] == sorted((bytes_ for bytes_, _ in frontier), reverse=True)
+    assert [seconds for _, seconds in frontier] == sorted(seconds for _, seconds in frontier)
+
+
+def test_a_loaded_plan_has_no_frontier_and_says_why(tmp_path: Path) -> None:
+    plan(search="ddp").save(tmp_path / "p.json")
+    with pytest.raises(PlanError, match="loaded, not searched"):
+        _ = autopar.Plan.load(tmp_path / "p.json").frontier
