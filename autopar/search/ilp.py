@@ -170,6 +170,8 @@ class _IlpSearch:
                 search.run(_PASSES, deadline=budget, upper=self.upper(), on_choice=self._offer_array(search))
                 self.prove(search.bound)
                 stale = stale + 1 if search.bound <= bound + 1e-4 * abs(bound) else 0
+            if self.run.left() <= 0:
+                return
             self._drop(search)
             if pair_count(self.network) > 0.8 * before or not self.network.nodes():
                 return
@@ -221,5 +223,7 @@ class _IlpSearch:
                 regrets=priced.regrets(),
             )
             search.run(deadline, lambda better, _: self.offer(better))
+        if self.run.left() <= 0:
+            return
         priced.run(_PASSES, deadline=self.run.deadline, upper=self.upper(), on_choice=self._offer_array(priced))
         self._drop(priced)

@@ -60,7 +60,7 @@ class PricedSearch:
             positions = self.messages.forward(costs)
             bound = self.messages.backward(costs) - float(self.prices @ self.network.capacity)
             excess = self.pricing.usage(positions) - self.network.capacity
-            if self._keep(positions, excess, deadline) and on_choice is not None and self.positions is not None:
+            if self._keep(positions, excess, deadline, upper) and on_choice is not None and self.positions is not None:
                 on_choice(self.positions, self.cost)
             self._note_bound(bound)
             target = min(upper, self.cost)
@@ -70,18 +70,18 @@ class PricedSearch:
                 guess = max(self.messages.cost(positions), 1.1 * bound)  # sizes the steps until a choice fits
                 self._move_prices(excess, bound, target if math.isfinite(target) else guess)
 
-    def _keep(self, positions: Array, excess: Array, deadline: float) -> bool:
+    def _keep(self, positions: Array, excess: Array, deadline: float, upper: float) -> bool:
         """Note a better feasible choice: what the pass found, or, now and then, what single moves make of it."""
         self.since_repair += 1
-        cost = self.messages.cost(positions)
-        if cost >= self.cost:
+        cost, known = self.messages.cost(positions), min(self.cost, upper)
+        if cost >= known:
             return False
         if (excess > 0).any() or self.since_repair >= self.repair_every:
             if self.since_repair < self.repair_every:
                 return False
             self.since_repair = 0
-            repaired = self._fitted(positions, deadline)
-            if repaired is None or (cost := self.messages.cost(repaired)) >= self.cost:
+            repaired = self._fitted(positions, deadline, 300 if math.isfinite(known) else 5000)
+            if repaired is None or (cost := self.messages.cost(repaired)) >= known:
                 self.repair_every = min(30.0, self.repair_every * 1.5)
                 return False
             self.repair_every = _REPAIR_EVERY
@@ -89,9 +89,8 @@ class PricedSearch:
         self.cost, self.positions = cost, positions.copy()
         return True
 
-    def _fitted(self, positions: Array, deadline: float) -> Array | None:
+    def _fitted(self, positions: Array, deadline: float, moves: int) -> Array | None:
         """The cheapest of: the pass's choice repaired, and the choices under somewhat higher prices repaired."""
-        moves = 300 if math.isfinite(self.cost) else 5000
         best = self.repairer.run(positions, deadline, moves)
         inbox = list(self.messages.inbox)
         for factor in _DEARER if math.isfinite(self.cost) and self.prices.any() else ():
