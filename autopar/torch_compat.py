@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,12 +24,14 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "LazyGraphModule",
     "after_backward",
     "autograd_sequence_number",
     "make_fx",
     "outside_tracing",
     "set_dtensor_content",
     "traced_node_count",
+    "without_dispatch",
 ]
 
 
@@ -47,6 +50,13 @@ def autograd_sequence_number() -> int:
 def outside_tracing() -> Iterator[None]:
     """Torch calls in here run for real: no dispatch mode, no torch-function mode sees them."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def without_dispatch() -> Iterator[None]:
+    """Torch calls in here go to the kernels of their tensors' devices, past every mode, `FakeTensorMode` included."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
 

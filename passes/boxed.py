@@ -7,6 +7,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import CodeGen
 
+from autopar.torch_compat import LazyGraphModule
+
 
 class BoxedCodeGen(CodeGen):
     """Generates `def forward(self, arguments)`: unpack the list, empty it, go on."""
@@ -26,4 +28,4 @@ class BoxedCodeGen(CodeGen):
 def boxed(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A graph module that runs `graph` with the attributes of `gm`, called with one list."""
     graph.set_codegen(BoxedCodeGen())
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-
-class Draft(fx.GraphModule):
-    """A graph module between two passes: its Python code is not generated, and it is not to be called."""
-
-    def recompile(self) -> Any:
-        return None
+from autopar.torch_compat import LazyGraphModule
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new draft with the nodes of `gm`, under the same names and with the same (shared) metadata values.
+    """A new graph module with the nodes of `gm`, under the same names and with the same (shared) metadata values.
 
-    Parameters and submodules are those of `gm`. Nodes are copied, so that the caller's graph stays as it was.
+    Parameters and submodules are those of `gm`. Nodes are copied, so that the caller's graph stays as it was. Like all
+    graph modules that passes make, it generates its Python code when it is first called or printed.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     renamed = [f"{old.name} -> {new.name}" for old, new in copies.items() if old.name != new.name]
     assert not renamed, f"a copied graph must keep its names, for plans speak of nodes by name: {renamed}"
-    return Draft(gm, graph)
+    return LazyGraphModule(gm, graph)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_arg
 
+from autopar.fake_calls import FakeCalls
 from autopar.sharding.layout import Layout, local_chunk
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.strategies import Strategy
@@ -34,8 +34,8 @@ class RankGeometry:
 class GraphBuilder:
     """Appends ops to a graph and keeps the fake local value of each in `node.meta["val"]`."""
 
-    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, geometry: RankGeometry) -> None:
-        self.graph, self.fake_mode, self.geometry = graph, fake_mode, geometry
+    def __init__(self, graph: fx.Graph, fake_calls: FakeCalls, geometry: RankGeometry) -> None:
+        self.graph, self.fake_calls, self.geometry = graph, fake_calls, geometry
         self.meta: dict[str, Any] = {}  # what new nodes inherit: stack_trace, module path, phase, pass name
 
     def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -43,9 +43,7 @@ class GraphBuilder:
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else None
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta.update(self.meta)
-        values = pytree.tree_map_only(fx.Node, lambda item: item.meta["val"], (args, kwargs))
-        with self.fake_mode:
-            node.meta["val"] = target(*values[0], **values[1])
+        node.meta["val"] = self.fake_calls(target, map_arg(args, value_of), map_arg(kwargs, value_of))
         return node
 
     def all_reduce(self, node: fx.Node, axis: int, reduce_op: str = "sum") -> fx.Node:
@@ -56,14 +54,11 @@ class GraphBuilder:
         return self.collective(target, node, node.meta["val"].shape, reduce_op, self.geometry.group_names[axis])
 
     def collective(self, target: Callable[..., Any], node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
-        """A collective that makes a contiguous tensor of `shape`, waited for.
-
-        Its fake value is written down rather than derived: a tenth of the time, and there are thousands.
-        """
+        """A collective that makes a contiguous tensor of `shape`, waited for."""
         started = self.graph.create_node("call_function", target, (node, *args), {}, target.overloadpacket.__name__)  # type: ignore[attr-defined]
         started.meta.update(self.meta)
-        with self.fake_mode:
-            started.meta["val"] = node.meta["val"].new_empty(tuple(shape))
+        value = value_of(node)
+        started.meta["val"] = self.fake_calls.empty(tuple(shape), value.dtype, value.device)
         return self.wait(started)
 
     def wait(self, node: fx.Node) -> fx.Node:
@@ -73,6 +68,11 @@ class GraphBuilder:
         waited.meta.update(self.meta)
         waited.meta["val"] = node.meta["val"]
         return waited
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
 
 
 @dataclass(frozen=True)

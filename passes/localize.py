@@ -10,26 +10,31 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.errors import RuleError
+from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import GraphBuilder, LocalCall, LocalValue, RankGeometry
 from autopar.passes.local_forms import local_form_of
 from autopar.passes.moves import local_move, move
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import parse_layout
 from autopar.sharding.op_call import call_of
+from autopar.torch_compat import LazyGraphModule
 
 REPLACED_META = ("val", "tensor_meta")  # what describes the full value
 
 
-def localize(gm: fx.GraphModule, assignment: Assignment, geometry: RankGeometry) -> fx.GraphModule:
+def localize(
+    gm: fx.GraphModule, assignment: Assignment, geometry: RankGeometry, fake_calls: FakeCalls | None = None
+) -> fx.GraphModule:
     """Rebuild the graph for the rank of `geometry`, on the shards that `assignment` gives it.
 
+    Ranks share much when they share `fake_calls` (of the mode of the graph's fake values).
     Requires: the layouts of both ends of every edge agree (`insert_moves`), every node has its full fake value.
     Ensures: every node has the fake value of its shard; the ranks' results recombine to those of `gm`.
     """
-    localizer = Localizer(assignment, GraphBuilder(fx.Graph(), fake_mode_of(gm), geometry))
+    localizer = Localizer(assignment, GraphBuilder(fx.Graph(), fake_calls or FakeCalls(fake_mode_of(gm)), geometry))
     for node in gm.graph.nodes:
         localizer.add(node)
-    return fx.GraphModule(gm, localizer.build.graph)
+    return LazyGraphModule(gm, localizer.build.graph)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
@@ -60,8 +65,7 @@ class Localizer:
         shape = self.build.geometry.chunk(value.shape, self.assignment.layout_of(node))[1]
         new = self.build.graph.placeholder(node.name)
         new.meta.update(self.build.meta)
-        with self.build.fake_mode:
-            new.meta["val"] = torch.empty(shape, dtype=value.dtype, device=self.build.geometry.device)
+        new.meta["val"] = self.build.fake_calls.empty(shape, value.dtype, torch.device(self.build.geometry.device))
         return new
 
     def _get_attr(self, node: fx.Node) -> fx.Node:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.capture.program import InputKind, Program
+from autopar.fake_calls import FakeCalls
 from autopar.passes.check_graph import check_moves_agree, check_values, check_waits
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.localize import localize
+from autopar.passes.localize import fake_mode_of, localize
 from autopar.passes.schedule_collectives import schedule_collectives
 from autopar.passes.split_phases import split_phases
 from autopar.sharding.assignment import Assignment
@@ -27,6 +28,7 @@ class Emission:
     program: Program
     assignment: Assignment
     geometry: RankGeometry
+    fake_calls: FakeCalls
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,15 @@ class Pass:
     check: Callable[[fx.GraphModule, Emission], None]
 
 
-PASSES: tuple[Pass, ...] = (
+SHARED_PASSES: tuple[Pass, ...] = (
     Pass("insert_moves", lambda gm, job: insert_moves(gm, job.assignment), check_moves_agree),
-    Pass("localize", lambda gm, job: localize(gm, job.assignment, job.geometry), check_values),
+)
+"""What they make is the same for every rank."""
+RANK_PASSES: tuple[Pass, ...] = (
+    Pass("localize", lambda gm, job: localize(gm, job.assignment, job.geometry, job.fake_calls), check_values),
     Pass("schedule_collectives", lambda gm, _: schedule_collectives(gm), check_waits),
 )
+PASSES = (*SHARED_PASSES, *RANK_PASSES)
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,29 @@ def emit(
     program: Program, assignment: Assignment, geometry: RankGeometry, observer: Observer | None = None
 ) -> LocalProgram:
     """Run all passes: the program of the rank of `geometry`."""
-    gm, job = program.graph_module, Emission(program, assignment, geometry)
-    for item in PASSES:
+    return emit_ranks(program, assignment, [geometry], observer)[0]
+
+
+def emit_ranks(
+    program: Program, assignment: Assignment, geometries: Sequence[RankGeometry], observer: Observer | None = None
+) -> list[LocalProgram]:
+    """The programs of several ranks, as `emit` makes each of them; what ranks have in common is worked out once."""
+    fake_calls = FakeCalls(fake_mode_of(program.graph_module))
+    jobs = [Emission(program, assignment, geometry, fake_calls) for geometry in geometries]
+    shared = _run(SHARED_PASSES, program.graph_module, jobs[0], observer)
+    locals_ = []
+    for job in jobs:
+        gm = _run(RANK_PASSES, shared, job, observer)
+        forward, backward = split_phases(gm, program)
+        locals_.append(LocalProgram(program, job.geometry, forward, backward, gm))
+    return locals_
+
+
+def _run(passes: Sequence[Pass], gm: fx.GraphModule, job: Emission, observer: Observer | None) -> fx.GraphModule:
+    for item in passes:
         gm = item.run(gm, job)
         gm.graph.lint()
         item.check(gm, job)
         if observer is not None:
             observer(item.name, gm)
-    forward, backward = split_phases(gm, program)
-    return LocalProgram(program, geometry, forward, backward, gm)
+    return gm

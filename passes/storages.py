@@ -6,15 +6,15 @@ import operator
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.passes.collectives import is_collective, is_wait
+from autopar.sharding.op_call import walk
 
 
 def storages_of(node: fx.Node) -> dict[int, int]:
     """The storages under a node's value: identity and bytes. Empty where the value holds no tensor."""
     found = {}
-    for leaf in pytree.tree_leaves(node.meta.get("val")):
+    for leaf in walk(node.meta.get("val")):
         if isinstance(leaf, torch.Tensor):
             storage = leaf.untyped_storage()
             found[storage._cdata] = storage.nbytes()

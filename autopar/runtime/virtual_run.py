@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import tensor_leaves
-from autopar.passes.pipeline import LocalProgram, emit
+from autopar.passes.pipeline import LocalProgram, emit_ranks
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.memory_tracker import LockstepMemory
 from autopar.sharding.assignment import Assignment
@@ -44,7 +44,7 @@ def run_virtual_step(
     `tangents` by output name; ones where none is given. Replicas that come out different raise AssertionError.
     """
     shape = tuple(mesh_shape)
-    ranks = [emit(program, assignment, geometry) for geometry in virtual_geometries(shape)]
+    ranks = emit_ranks(program, assignment, virtual_geometries(shape))
     step = _VirtualStep(program, assignment, shape, ranks)
     values = program_values(model, program, tensor_leaves(args, kwargs), seed, tangents or {})
     with torch.no_grad():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,7 @@ def spec_of(value: torch.Tensor) -> TensorSpec:
 
 def call_of(node: fx.Node) -> OpCall:
     """The call that a `call_function` node makes; its value must be in `node.meta["val"]`."""
-    value = node.meta["val"]
-    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: leaf is None)
-    outputs = tuple(spec_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    outputs = tuple(spec_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in walk(node.meta["val"]))
     kwargs = tuple((name, freeze(item)) for name, item in node.kwargs.items())
     return OpCall(node.target, freeze(node.args), kwargs, outputs)  # type: ignore[arg-type]
 

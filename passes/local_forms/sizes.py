@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.passes.local_call import LocalCall, LocalForm, LocalValue
 from autopar.sharding.rules.placing import names
+from autopar.torch_compat import without_dispatch
 
 aten = torch.ops.aten
 
@@ -69,7 +70,8 @@ def reshape(local: LocalCall) -> LocalValue:
 def _can_view(source: fx.Node, size: list[int]) -> bool:
     value: torch.Tensor = source.meta["val"]
     try:
-        value.view(size)
+        with without_dispatch():
+            torch.empty_strided(value.shape, value.stride(), device="meta").view(size)
     except (RuntimeError, ValueError):
         return False
     return True

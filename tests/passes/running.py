@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.program import InputKind, OutputKind, Program
-from autopar.passes.pipeline import LocalProgram, emit
+from autopar.passes.pipeline import LocalProgram, emit_ranks
 from autopar.runtime.lockstep import Observer, run_lockstep
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.execution import distribute, recombine, virtual_geometries
@@ -17,7 +17,7 @@ from autopar.sharding.execution import distribute, recombine, virtual_geometries
 
 def emit_all(program: Program, assignment: Assignment) -> list[LocalProgram]:
     """Every rank's program."""
-    return [emit(program, assignment, geometry) for geometry in virtual_geometries(assignment.mesh_shape)]
+    return emit_ranks(program, assignment, virtual_geometries(assignment.mesh_shape))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import GraphBuilder, RankGeometry
 from autopar.passes.moves import local_move
 from autopar.runtime.lockstep import run_lockstep
@@ -49,9 +50,9 @@ def moved(
     graphs = []
     for coordinates in every_coordinates(mesh):
         geometry = RankGeometry(mesh, coordinates, virtual_group_names(coordinates, mesh), "cpu")
-        build = GraphBuilder(fx.Graph(), FakeTensorMode(), geometry)
+        build = GraphBuilder(fx.Graph(), FakeCalls(FakeTensorMode()), geometry)
         given_ = build.graph.placeholder("x")
-        with build.fake_mode:
+        with build.fake_calls.mode:
             given_.meta["val"] = torch.empty(geometry.chunk(full_shape, source)[1], dtype=dtype)
         build.graph.output((local_move(build, given_, full_shape, source, target),))
         graphs.append(fx.GraphModule({}, build.graph))

@@ -10,6 +10,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import GraphBuilder
 from autopar.passes.moves import local_move
 from autopar.runtime.step import geometry_of
@@ -32,9 +33,9 @@ def moved_on_gloo() -> list[tuple[str, torch.dtype, list[Any]]]:
             torch.manual_seed(0)
             full = torch.randint(0, 2 if dtype == torch.bool else 50, (7, 5)).to(dtype)
             local = distribute(full, source, (2, 2))[dist.get_rank()]
-            build = GraphBuilder(fx.Graph(), FakeTensorMode(), geometry)
+            build = GraphBuilder(fx.Graph(), FakeCalls(FakeTensorMode()), geometry)
             given = build.graph.placeholder("x")
-            with build.fake_mode:
+            with build.fake_calls.mode:
                 given.meta["val"] = torch.empty(local.shape, dtype=dtype)
             build.graph.output(local_move(build, given, tuple(full.shape), source, target))
             results.append((text, dtype, fx.GraphModule({}, build.graph)(local).tolist()))

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from autopar.fake_calls import FakeCalls
 from autopar.passes.collectives import is_collective
 from autopar.passes.local_call import GraphBuilder, RankGeometry
 from autopar.passes.moves import local_move
@@ -34,9 +35,11 @@ def test_the_next_gather_is_issued_before_the_current_product() -> None:
 
 def three_gathered_products() -> fx.GraphModule:
     """x @ w0 @ w1.t() @ w2.t() with stored shards, each gathered right before it is read."""
-    build = GraphBuilder(fx.Graph(), FakeTensorMode(), RankGeometry(MESH, (0,), ("autopar/axis0/0,1",), "cpu"))
+    build = GraphBuilder(
+        fx.Graph(), FakeCalls(FakeTensorMode()), RankGeometry(MESH, (0,), ("autopar/axis0/0,1",), "cpu")
+    )
     build.meta = {"phase": "forward"}
-    with build.fake_mode:
+    with build.fake_calls.mode:
         values = [build.graph.placeholder(name) for name in ("x", "w0", "w1", "w2")]
         for node, shape in zip(values, ((4, 4), (2, 4), (4, 2), (4, 2)), strict=True):
             node.meta.update(val=torch.empty(shape), phase="forward")
