@@ -5,6 +5,10 @@ model, inputs -> capture -> decisions -> problem -> search -> plan -> passes -> 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,23 +79,44 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     ['bias', 'weight']
     >>> dist.destroy_process_group()
     """
-    refuse_unsupported(
-        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-    )
-    options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    compiler = _compiler(mesh, hardware, options, load_plan(plan))
-    inputs = None if example_inputs is None else call_arguments(example_inputs)
-    return ParallelModule(as_module(model), mesh, compiler, example_inputs=inputs)
+
+    def read() -> _Given:
+        refuse_unsupported(
+            precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+        )
+        options = make_options(search, memory_limit_bytes, optimizer, constraints)
+        inputs = None if example_inputs is None else call_arguments(example_inputs)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs)
+
+    given, compiler = _agreed(mesh, read)
+    return ParallelModule(given.model, mesh, compiler, example_inputs=given.inputs)
 
 
-def _compiler(mesh: DeviceMesh, hardware: Hardware | None, options: Options, plan: Plan | None) -> Compiler:
+@dataclass(frozen=True)
+class _Given:
+    """What a caller on a live mesh gave, read and checked."""
+
+    model: nn.Module
+    mesh: Mesh
+    options: Options
+    plan: Plan | None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+def _agreed(mesh: DeviceMesh, read: Callable[[], _Given]) -> tuple[_Given, Compiler]:
+    """What the caller gave, the same on all ranks, and a compiler for it; what is wrong on one rank raises on all."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a live DeviceMesh, got {type(mesh).__name__}",
             fix="use torch.distributed.device_mesh.init_device_mesh; for virtual ranks make_plan, verify, run_virtual",
         )
     ranks = RankGroup(mesh)
-    return Compiler(as_mesh(mesh, hardware), options, geometry_of(mesh), ranks, plan)
+    given = ranks.all_succeed(read)
+    followed = "none" if given.plan is None else given.plan.hash
+    when = "at the first call" if given.inputs is None else "now, for the example inputs"
+    lines = [given.options.text, f"hardware {given.mesh.profile.name}", f"plan {followed}", f"to be planned {when}"]
+    ranks.agree("the options", "\n".join(lines))
+    return given, Compiler(given.mesh, given.options, geometry_of(mesh), ranks, given.plan)
 
 
 def make_plan(
@@ -191,16 +216,21 @@ def verify(
     >>> autopar.verify(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp").ok
     True
     """
-    refuse_unsupported(
-        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-    )
-    options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    module = as_module(model)
+
+    def read() -> _Given:
+        refuse_unsupported(
+            precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
+        )
+        options = make_options(search, memory_limit_bytes, optimizer, constraints)
+        inputs = call_arguments(example_inputs)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs)
+
     if isinstance(mesh, DeviceMesh):
-        return _verify_live(module, mesh, example_inputs, hardware, options, load_plan(plan), tolerance)
-    run, program = _run_virtual(module, as_mesh(mesh, hardware), example_inputs, options, load_plan(plan))
+        return _verify_live(mesh, read, example_inputs, tolerance)
+    given = read()
+    run, program = _run_virtual(given.model, given.mesh, example_inputs, given.options, given.plan)
     actual = Values(run.outputs, run.gradients, run.buffers)
-    expected, reference = _reference(module, program, example_inputs)
+    expected, reference = _reference(given.model, program, example_inputs)
     return compare(actual, expected, reference=reference, tolerance=tolerance)
 
 
@@ -220,19 +250,11 @@ def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = S
     return eager_values(model, program, args, kwargs), "the model as PyTorch runs it"
 
 
-def _verify_live(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    inputs: Inputs,
-    hardware: Hardware | None,
-    options: Options,
-    plan: Plan | None,
-    tolerance: float | None,
-) -> Report:
-    compiler = _compiler(mesh, hardware, options, plan)
+def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, tolerance: float | None) -> Report:
+    given, compiler = _agreed(mesh, read)
     args, kwargs = call_arguments(inputs)
-    pmodel = ParallelModule(model, mesh, compiler, example_inputs=(args, kwargs))
+    pmodel = ParallelModule(given.model, mesh, compiler, example_inputs=(args, kwargs))
     program, seed = pmodel.program, pmodel.next_seed
     actual = full_values(pmodel, program, args, kwargs)
-    expected, reference = _reference(model, program, inputs, seed)
+    expected, reference = _reference(given.model, program, inputs, seed)
     return compare(actual, expected, reference=reference, tolerance=tolerance)

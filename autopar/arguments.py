@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_models.hardware import HardwareProfile
-from autopar.errors import CaptureError, UnsupportedOptionError
+from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStrategyError, UnsupportedOptionError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner.constraints import Constraint, as_constraints
@@ -51,17 +51,25 @@ def refuse_unsupported(**options: Any) -> None:
     for name, value in options.items():
         if value is not None and (name, value) not in (("stages", 1), ("microbatches", 1)):
             raise UnsupportedOptionError(
-                f"{name}={value!r}: {_LATER[name]} are not carried out by this version", fix=f"leave {name} out"
+                f"{name}={value!r}: this version does not carry out {_LATER[name]}", fix=f"leave {name} out"
             )
 
 
 def make_options(
     search: Search, memory_limit_bytes: int | None, optimizer: OptimizerFactory | None, constraints: Constraints
 ) -> Options:
-    """The planner's options from the public keywords."""
+    """The planner's options from the public keywords. Raises an error of the keyword that cannot be read."""
+    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float, type(None))):
+        raise UnsupportedOptionError(
+            f"memory_limit_bytes={memory_limit_bytes!r} is not a number", fix="give the bytes per rank, as 16e9"
+        )
+    if memory_limit_bytes is not None and not 0 <= memory_limit_bytes < float("inf"):
+        raise MemoryLimitError(f"no plan fits {memory_limit_bytes} bytes per rank", fix="give the bytes per rank")
+    if not isinstance(search, str) and not callable(search):
+        raise UnknownStrategyError(f"search is a {type(search).__name__}", fix="give a name, as 'ilp', or a function")
     return Options(
         search=search,
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limit_bytes=None if memory_limit_bytes is None else int(memory_limit_bytes),
         optimizer=optimizer_of(optimizer),
         constraints=as_constraints(constraints),
     )
@@ -69,4 +77,8 @@ def make_options(
 
 def load_plan(plan: GivenPlan | None) -> Plan | None:
     """A plan as it is, or read from a path."""
-    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan)
+    if plan is not None and not isinstance(plan, Plan):
+        raise PlanError(f"plan is a {type(plan).__name__}", fix="pass an autopar.Plan, or the path of a saved one")
+    return plan

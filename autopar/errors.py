@@ -80,7 +80,7 @@ class MemoryLimitError(AutoparError):
 
 
 class ConstraintError(AutoparError):
-    """A pinned layout matches nothing, or no rule allows it."""
+    """A constraint cannot be read, matches nothing, or neither the rules nor the plan allow it."""
 
 
 class ModelSourceError(AutoparError):
@@ -107,7 +107,7 @@ class InputError(AutoparError):
     """An input of the call cannot be used: an unknown type, a foreign mesh, a partial sum."""
 
 
-class NotDivisibleError(InputError):
+class NotDivisibleError(InputError, PlanError):
     """A dim of an input that the plan cuts does not divide by the ranks."""
 
 
@@ -132,7 +132,7 @@ class UnsupportedModuleCallError(AutoparError):
 
 
 class UnsupportedOptionError(AutoparError):
-    """An option of the public interface that this version does not carry out."""
+    """An option of the public interface that this version does not carry out, or cannot read."""
 
 
 class UnreachableLayoutError(AutoparError):

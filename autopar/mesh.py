@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_models.hardware import HardwareProfile, load_profile, profile_for_device_name
-from autopar.errors import MeshError
+from autopar.errors import HardwareProfileError, MeshError
 
 
 @dataclass(frozen=True, init=False)
@@ -38,7 +39,7 @@ class Mesh:
         hardware: str | Path | HardwareProfile = "h100",
         device_type: str = "cpu",
     ) -> None:
-        sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+        sizes = _sizes(shape)
         if not sizes or any(size < 1 for size in sizes):
             raise MeshError(f"mesh shape {tuple(sizes)} has an axis without ranks", fix="give one size >= 1 per axis")
         names = tuple(axis_names) if axis_names else tuple(f"axis{index}" for index in range(len(sizes)))
@@ -47,7 +48,7 @@ class Mesh:
         for field, value in (
             ("shape", sizes),
             ("axis_names", names),
-            ("profile", load_profile(hardware)),
+            ("profile", _profile(hardware)),
             ("device_type", device_type),
         ):
             object.__setattr__(self, field, value)
@@ -73,9 +74,24 @@ def as_mesh(
     if isinstance(mesh, Mesh):
         return mesh if hardware is None else Mesh(mesh.shape, mesh.axis_names, hardware=hardware)
     if isinstance(mesh, DeviceMesh):
-        profile = load_profile(hardware) if hardware is not None else _profile_of(mesh.device_type)
+        profile = _profile(hardware) if hardware is not None else _profile_of(mesh.device_type)
         return Mesh(tuple(mesh.shape), mesh.mesh_dim_names, hardware=profile, device_type=mesh.device_type)
     return Mesh(mesh, hardware=hardware or "h100")
+
+
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(size) for size in ((shape,) if isinstance(shape, int) else shape))
+    except TypeError as error:
+        raise MeshError(f"mesh {shape!r} has no shape", fix="give sizes by axis, as (2, 4), or a DeviceMesh") from error
+
+
+def _profile(hardware: str | Path | HardwareProfile) -> HardwareProfile:
+    if not isinstance(hardware, (str, Path, HardwareProfile)):
+        raise HardwareProfileError(
+            f"hardware is a {type(hardware).__name__}", fix="give a shipped profile's name, a path, or a profile"
+        )
+    return load_profile(hardware)
 
 
 def _profile_of(device_type: str) -> HardwareProfile:

@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.version import __version__
 
 SCHEMA = 1
+_REWRITE = "give a file that plan.save wrote, or compare with one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Plan:
         """Of the model, the mesh and every decision; not of the costs."""
         lines = [self.model_hash, repr(self.mesh_shape)]
         lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
 
     @property
     def communication_s(self) -> float:
@@ -161,12 +163,13 @@ class Plan:
         """Read what `save` wrote, or a person edited. Raises PlanFormatError; nothing in the file is executed."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise PlanFormatError(f"not a readable JSON file: {error}", where=str(path)) from error
+        except (OSError, ValueError, RecursionError) as error:  # of Python, the decoder, or JSON
+            raise PlanFormatError(f"not a readable JSON file: {error}", where=str(path), fix=_REWRITE) from error
         try:
             return cls.from_json(data)
         except PlanFormatError as error:
-            raise PlanFormatError(error.what, where=f"{path}: {error.where}".rstrip(": "), fix=error.fix) from error
+            where = f"{path}: {error.where}".rstrip(": ")
+            raise PlanFormatError(error.what, where=where, fix=error.fix or _REWRITE) from error
 
     def export_problem(self, path: str | os.PathLike[str]) -> None:
         """Write the search problem that this plan answers, in the contest's JSON (`.gz` compresses)."""
@@ -236,6 +239,12 @@ class _Reader:
             raise PlanFormatError(f"{name!r} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
         return value
 
+    def number(self, holder: Any, name: str) -> float:
+        value = self.field(holder, name, int, float)
+        if not 0 <= value <= sys.float_info.max:
+            raise PlanFormatError(f"{name!r} is {value!r}, expected a finite number")
+        return float(value)
+
     def plan(self) -> Plan:
         mesh = self.field(self.data, "mesh", dict)
         shape = self.field(mesh, "shape", list)
@@ -253,13 +262,13 @@ class _Reader:
             search=self.field(search, "name", str),
             model_hash=self.field(self.data, "model", str),
             entries=tuple(self.entries(len(shape))),
-            step_s=float(self.field(predicted, "step_s", int, float)),
-            peak_bytes=int(self.field(predicted, "peak_bytes", int, float)),
+            step_s=self.number(predicted, "step_s"),
+            peak_bytes=int(self.number(predicted, "peak_bytes")),
             memory=self.memory(predicted),
             memory_limit_bytes=self.field(predicted, "memory_limit_bytes", int, type(None)),
             optimizer=self.field(predicted, "optimizer", str),
-            cost=float(self.field(search, "cost", int, float)),
-            bound=float(self.field(search, "bound", int, float)),
+            cost=self.number(search, "cost"),
+            bound=self.number(search, "bound"),
             version=self.field(self.data, "version", str),
         )
         if predicted.get("decisions") != plan.hash:
@@ -270,9 +279,7 @@ class _Reader:
 
     def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
         found = self.field(predicted, "memory", dict)
-        if not all(isinstance(value, (int, float)) for value in found.values()):
-            raise PlanFormatError("'memory' does not map kinds to bytes")
-        return {str(kind): int(value) for kind, value in found.items()}
+        return {kind: int(self.number(found, kind)) for kind in found}
 
     def entries(self, axes: int) -> list[PlanEntry]:
         found: dict[str, PlanEntry] = {}

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,7 +45,7 @@ def assemble(raw: fx.GraphModule, interface: Interface, mode: FakeTensorMode) ->
     constants = _lift_constants(raw)
     kinds = interface.inputs + [(InputKind.TANGENT, name) for _, name in interface.tangents]
     kinds += [(InputKind.CONSTANT, name) for name in constants]
-    where = {node.args[0]: node for node in raw.graph.nodes if mutates(node)}
+    where = {_viewed(node.args[0]): node for node in raw.graph.nodes if mutates(node)}
     names = [node.name for node in raw.graph.nodes if node.op == "placeholder"]
     lines = {node.name: _line(change) for node, change in where.items() if isinstance(node, fx.Node)}
     pure, mutated = functionalize(raw, mode)
@@ -62,6 +63,18 @@ def readable_name(kind: InputKind, name: str) -> str:
     stem = re.sub(r"\W", "_", name)
     prefixed = kind in (InputKind.INPUT, InputKind.TANGENT) or not re.match(r"[A-Za-z]", stem)
     return f"{kind.value}_{stem.strip('_')}" if prefixed else stem
+
+
+def _viewed(value: Any) -> Any:
+    """The tensor behind a chain of views."""
+    while isinstance(value, fx.Node) and value.op == "call_function" and value.args and _is_view(value):
+        value = value.args[0]
+    return value
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def _line(node: fx.Node) -> str:

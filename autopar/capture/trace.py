@@ -34,8 +34,11 @@ Model = nn.Module | ExportedProgram
 
 
 def as_module(model: Model) -> nn.Module:
-    """The module that a model is, or that an exported program holds."""
-    return model.module() if isinstance(model, ExportedProgram) else model
+    """The module that a model is, or that an exported program holds. Raises CaptureError for anything else."""
+    module = model.module() if isinstance(model, ExportedProgram) else model
+    if not isinstance(module, nn.Module):
+        raise CaptureError(f"the model is a {type(module).__name__}", fix="pass an nn.Module or an ExportedProgram")
+    return module
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -75,9 +78,21 @@ def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, devi
     tensors and the random state are left as they were. Raises a `CaptureError`.
     """
     trace = _Trace(as_module(model), args, kwargs, device)
-    with torch.random.fork_rng(devices=[]), _clean_errors():
+    with torch.random.fork_rng(devices=[]), _attributes_kept(trace.model), _clean_errors():
         torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
         return trace.run()
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the attributes that the modules set meanwhile: fake tensors must not stay behind in the model."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, PlanFormatError
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.sharding.layout import Layout, format_layout, parse_layout
@@ -34,7 +35,20 @@ def as_constraints(
 ) -> tuple[Constraint, ...]:
     """Constraints from a dict `{pattern: layout}`, from pairs, or as they are."""
     items = constraints.items() if isinstance(constraints, Mapping) else constraints
-    return tuple(item if isinstance(item, Constraint) else Constraint(*item) for item in items)
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ConstraintError(f"constraints are a {type(constraints).__name__}", fix=_FORM)
+    return tuple(_as_constraint(item) for item in items)
+
+
+_FORM = 'write {name pattern: layout}, as {"*.wte.weight": "R,S0"}'
+
+
+def _as_constraint(item: Any) -> Constraint:
+    if isinstance(item, Constraint):
+        item = item.pattern, item.layout
+    if not isinstance(item, tuple) or len(item) != 2 or not all(isinstance(part, str) for part in item):
+        raise ConstraintError(f"{item!r} is no constraint", fix=_FORM)
+    return Constraint(*item)
 
 
 def apply_constraints(
@@ -43,7 +57,7 @@ def apply_constraints(
     """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet."""
     allowed: dict[int, npt.NDArray[np.bool_]] = {}
     for constraint in constraints:
-        layout = parse_layout(constraint.layout, len(planning.mesh_shape))
+        layout = _layout(constraint, len(planning.mesh_shape))
         matched = _matching(planning, constraint.pattern)
         for index in matched:
             mask = _mask(planning.decisions[index], layout)
@@ -59,6 +73,13 @@ def apply_constraints(
         return planning
     problem = replace(planning.restricted(allowed), groups=_regrouped(planning, allowed))
     return replace(planning, problem=problem)
+
+
+def _layout(constraint: Constraint, axes: int) -> Layout:
+    try:
+        return parse_layout(constraint.layout, axes)
+    except PlanFormatError as error:
+        raise ConstraintError(f"the constraint {constraint.pattern!r}: {error.what}", fix=error.fix or _FORM) from error
 
 
 def _matching(planning: PlanningProblem, pattern: str) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.tensor import Shard
 
-from autopar.errors import InfeasibleProblemError, PlanError
+from autopar.errors import InfeasibleProblemError, NotDivisibleError, PlanError
 from autopar.planner.build import TIED, PlanningProblem
 from autopar.planner.decisions import Decision, Source
 from autopar.planner.prices import VIEWS
@@ -47,7 +47,7 @@ def _follow_batch(planning: PlanningProblem, *, shard_parameters: bool, batch_ax
     decisions, axes = planning.decisions, len(planning.mesh_shape)
     size, ways = batch_size(decisions), math.prod(planning.mesh_shape[:batch_axes])
     if size % ways:
-        raise PlanError(
+        raise NotDivisibleError(
             f"a batch of {size} does not divide over {ways} ranks", fix="use a batch that does, or search='ilp'"
         )
     batch: Layout = tuple(

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.capture.program import Program
-from autopar.errors import InfeasibleProblemError, MemoryLimitError, PlanError
+from autopar.errors import ConstraintError, InfeasibleProblemError, MemoryLimitError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, build_problem
@@ -19,7 +19,7 @@ from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.measure import plan_entries, predicted_memory, predicted_step_s, replicated_for_want_of_a_rule
 from autopar.planner.prices import Prices
-from autopar.search import Problem, Solution, evaluate, solve
+from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
@@ -44,6 +44,17 @@ class Options:
     @property
     def search_name(self) -> str:
         return self.search if isinstance(self.search, str) else getattr(self.search, "__name__", "custom")
+
+    @property
+    def text(self) -> str:
+        """One line per option that the caller gave: what ranks compare."""
+        given = {
+            "search": self.search_name,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "optimizer": self.optimizer,
+            "constraints": self.constraints,
+        }
+        return "\n".join(f"{name} {value}" for name, value in given.items())
 
     def limit(self, mesh: Mesh) -> int:
         if self.memory_limit_bytes is not None:
@@ -113,7 +124,7 @@ class _Planner:
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
             choice = hand_plan(self.planning, name, time_limit_s=self.options.time_limit_s, seed=self.options.seed)
-            self._add(name, choice, self._as_solution(name, choice))
+            self._add(name, choice, self._checked(name, choice))
         else:
             self._search()
         best = self._best()
@@ -123,6 +134,15 @@ class _Planner:
         problem = _without_limit(self.planning.problem)
         cost = evaluate(problem, choice)
         return Solution(choice, cost, strategy=name)
+
+    def _checked(self, name: str, choice: tuple[int, ...]) -> Solution:
+        """The choice as a solution. Raises ConstraintError if it does not meet the constraints."""
+        solution = self._as_solution(name, choice)
+        if self.options.constraints and not solution.cost < FORBIDDEN:
+            raise ConstraintError(
+                f"the plan {name!r} does not meet the constraints", fix="use search='ilp', or no pins"
+            )
+        return solution
 
     def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
         seconds = predicted_step_s(self.planning, choice, self.prices)
@@ -146,11 +166,12 @@ class _Planner:
             candidate = self._solve(allowance)
             if candidate is None or candidate.peak_bytes <= self.limit:
                 return
-            allowance -= 1.1 * (candidate.peak_bytes - self.limit)
+            foreseen = peak_usage(self.planning.problem, candidate.choice)
+            allowance = foreseen - 1.05 * (candidate.peak_bytes - self.limit)
             if allowance <= 0:
                 return
 
-    def _solve(self, allowance: float) -> _Candidate | None:
+    def _solve(self, allowance: float | None) -> _Candidate | None:
         problem = _with_limit(self.planning.problem, allowance)
         starts = sorted((evaluate(problem, item.choice), item.choice) for item in self.candidates)
         start = starts[0][1] if starts and np.isfinite(starts[0][0]) else None
@@ -173,11 +194,8 @@ class _Planner:
         for candidate in sorted(self.candidates, key=lambda item: item.step_s):
             if candidate.peak_bytes <= self.limit:
                 return candidate
-        if not self.candidates:
-            raise MemoryLimitError(
-                f"no plan fits {_gigabytes(self.limit)} per rank",
-                fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
-            )
+        if not self.candidates and self._solve(None) is None:  # for a message that says by how much
+            raise PlanError("no layouts of this program fit together on this mesh", fix="use another mesh shape")
         thrifty = min(self.candidates, key=lambda item: item.peak_bytes)
         short = thrifty.peak_bytes - self.limit
         kinds = sorted(thrifty.memory.items(), key=lambda item: -item[1])[:3]
@@ -213,6 +231,8 @@ class _Planner:
 
 
 def _gigabytes(bytes_: float) -> str:
+    if bytes_ < 1e5:
+        return f"{bytes_:.0f} bytes"
     return f"{bytes_ / 1e9:.3g} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.3g} MB"
 
 
@@ -235,7 +255,8 @@ def price_choice(
     planner.prices = Prices(mesh)
     planner.limit = options.limit(mesh)
     decisions = DecisionList(program, planner.prices, options.optimizer).build()
-    planner.planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
+    planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
+    planner.planning = apply_constraints(planning, options.constraints, None)
     choice = tuple(pick(planner.planning))
-    best = planner._add(name, choice, planner._as_solution(name, choice))
+    best = planner._add(name, choice, planner._checked(name, choice))
     return planner._planned(best)

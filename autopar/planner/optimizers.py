@@ -24,13 +24,13 @@ def optimizer_of(factory: OptimizerFactory | None) -> Optimizer:
     parameter = torch.nn.Parameter(torch.zeros(PROBE, PROBE))
     try:
         optimizer = factory([parameter])
-    except TypeError as error:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except (TypeError, AttributeError) as error:
         raise UnsupportedOptionError(
-            f"optimizer={factory!r} cannot be called with a list of parameters: {error}",
+            f"optimizer={factory!r} makes no optimizer of a list of parameters: {error}",
             fix="pass a class or a factory, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
         ) from error
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
     state = sum(_state_bytes(value) for value in optimizer.state[parameter].values())
     return Optimizer(type(optimizer).__name__, state / parameter.nbytes)
 

@@ -91,13 +91,13 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
+        session = _Session(module, mesh, compiler, RankGroup(mesh))
+        self.__dict__["_autopar"] = session
+        session.seed = session.ranks.check_call(_model_key(module))
         if next(module.parameters(), None) is None:
             raise NoParametersError(
                 f"{type(module).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
             )
-        session = _Session(module, mesh, compiler, RankGroup(mesh))
-        self.__dict__["_autopar"] = session
-        session.seed = session.ranks.check_call(_model_key(module))
         parameters, buffers = _distributed(session)
         mirror(module, self, parameters, buffers)
         if example_inputs is not None:

@@ -6,6 +6,7 @@ trailing shards are short (or empty); axes that shard one dim nest from left to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -91,7 +92,7 @@ def parse_placement(text: str) -> Placement:
         return Partial()
     if word.startswith("P(") and word.endswith(")") and word[2:-1] in ("sum", "max", "min", "avg"):
         return Partial(word[2:-1])
-    if word.startswith("S") and word[1:].isdigit():
+    if re.fullmatch(r"S[0-9]{1,3}", word):
         return Shard(int(word[1:]))
     raise PlanFormatError(
         f"{text!r} is no placement", fix="write R (replicate), S0, S1, ... (shard that dim), P or P(max) (partial)"
