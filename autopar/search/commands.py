@@ -15,7 +15,7 @@ from autopar.search.registry import solve, strategy_names
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-commands; each sets `handler`, a function of the parsed arguments that returns the exit status."""
+    """Add the sub-commands; each sets `run`, a function of the parsed arguments that returns the exit status."""
     _add_solve(subparsers)
     _add_bench(subparsers)
 

@@ -18,7 +18,7 @@ def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     add_commands(parser.add_subparsers(required=True))
     args = parser.parse_args(words)
-    status: int = args.handler(args)
+    status: int = args.run(args)
     return status
 
 
