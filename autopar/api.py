@@ -69,8 +69,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
     One process is a mesh too (under torchrun, the group is there already):
 
-    >>> import autopar, torch
-    >>> import torch.distributed as dist
+    >>> import autopar, torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     >>> pmodel = autopar.compile(torch.nn.Linear(8, 2), mesh)
