@@ -183,7 +183,8 @@ def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     kernel = choose_kernel(q, k, v, mask, scores)
     if kernel is None:
         return explicit_backward((grad_out, q, k, v, out, lse), mask, scores)
-    grad_q, grad_k, grad_v = map(heads_inside, kernel.backward(*map(packed, (grad_out, q, k, v, out)), lse))
+    given, query, key, value, result = map(packed, (grad_out, q, k, v, out))
+    grad_q, grad_k, grad_v = map(heads_inside, kernel.backward(given, query, key, value, result, lse))
     return grad_q, grad_k, grad_v
 
 
