@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -14,9 +15,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -27,6 +29,8 @@ __all__ = [
     "LazyGraphModule",
     "after_backward",
     "autograd_sequence_number",
+    "below_functions",
+    "lazy_graph_modules",
     "make_fx",
     "outside_tracing",
     "set_dtensor_content",
@@ -51,6 +55,23 @@ def outside_tracing() -> Iterator[None]:
     """Torch calls in here run for real: no dispatch mode, no torch-function mode sees them."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def below_functions() -> AbstractContextManager[object]:
+    """Entered inside a tracer: torch-function modes see the calls of the program under trace, not those that tracing
+    makes for each op, which are twenty times as many."""
+    return _BelowFunctions()  # type: ignore[no-untyped-call]
+
+
+class _BelowFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+def lazy_graph_modules() -> AbstractContextManager[None]:
+    """Graph modules that `make_fx` makes in here generate their code when it is first asked for."""
+    return _use_lazy_graph_module(True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from autopar.capture.program import InputKind, OutputKind, ProgramInput, Program
 from autopar.errors import CaptureError, MutatedInputError
 from autopar.sharding.op_call import op_name
 from autopar.source import describe
-from autopar.torch_compat import FakeTensorMode
+from autopar.torch_compat import FakeTensorMode, LazyGraphModule
 
 IDENTITIES = (
     torch.ops.aten.detach.default,
@@ -97,6 +97,7 @@ def _lift_tangents(raw: fx.GraphModule, interface: Interface) -> None:
 def _lift_constants(raw: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Tensors that the model holds unregistered (graph attributes) become placeholders."""
     constants: dict[str, torch.Tensor] = {}
+    held: dict[str, fx.Node] = {}
     last = [node for node in raw.graph.nodes if node.op == "placeholder"][-1]
     for node in [node for node in raw.graph.nodes if node.op == "get_attr"]:
         name = str(node.target)
@@ -108,8 +109,8 @@ def _lift_constants(raw: fx.GraphModule) -> dict[str, torch.Tensor]:
             with raw.graph.inserting_after(last):
                 last = raw.graph.placeholder(name.strip("_"))
             last.meta.update(val=node.meta["val"], custom={"origin": None, "phase": "forward"})
-            held = last
-        node.replace_all_uses_with(held)
+            held[name] = last
+        node.replace_all_uses_with(held[name])
         raw.graph.erase_node(node)
     return constants
 
@@ -162,7 +163,7 @@ def _rebuild(pure: fx.GraphModule, names: list[str]) -> fx.GraphModule:
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.eliminate_dead_code()
-    graph_module = fx.GraphModule(torch.nn.Module(), graph)
+    graph_module = LazyGraphModule(torch.nn.Module(), graph)
     _annotate(graph_module)
     return graph_module
 

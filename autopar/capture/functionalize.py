@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.traceback import preserve_node_meta
 
-from autopar.torch_compat import FakeTensorMode, make_fx
+from autopar.torch_compat import FakeTensorMode, lazy_graph_modules, make_fx
 
 
 def mutates(node: fx.Node) -> bool:
@@ -29,7 +29,7 @@ def functionalize(graph_module: fx.GraphModule, mode: FakeTensorMode) -> tuple[f
     def run(*inputs: torch.Tensor) -> Any:
         return fx.Interpreter(graph_module).run(*inputs, enable_io_processing=False)
 
-    with mode, preserve_node_meta():
+    with mode, preserve_node_meta(), lazy_graph_modules():
         pure = make_fx(torch.func.functionalize(run, remove="mutations"))(*values)
     fresh = [node for node in pure.graph.nodes if node.op == "placeholder"]
     names = {new: old.name for new, old in zip(fresh, placeholders, strict=True)}

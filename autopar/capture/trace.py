@@ -25,6 +25,8 @@ from autopar.torch_compat import (
     DynamicOutputShapeException,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
+    below_functions,
+    lazy_graph_modules,
     make_fx,
     outside_tracing,
     traced_node_count,
@@ -147,7 +149,7 @@ class _Trace:
     def run(self) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tensors = [*self.parameters.values(), *self.buffers.values(), *self.inputs.values()]
-        with mode:
+        with mode, lazy_graph_modules():
             fakes = [self._fake(tensor) for tensor in tensors]
             fakes.append(torch.zeros((), dtype=torch.int64, device=self.device))
             graph_module = make_fx(lambda tensors: self._joint(tensors))(fakes)
@@ -182,7 +184,7 @@ class _Trace:
         queue = iter(inputs)
         flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
         args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
-        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer:
+        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer, below_functions():
             result = functional_call(self.model, state, args, kwargs)
             leaves = self._note_outputs(result)
             values = leaves + self._reassigned_buffers(before, state)

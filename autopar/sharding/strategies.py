@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.sharding.layout import Layout, is_partial, local_shape, ranks_per_dim, shard_dim
@@ -39,18 +39,31 @@ def strategies_of(call: OpCall, rules: Sequence[Rule], mesh_shape: Sequence[int]
     """All products of `rules` over the mesh axes whose shards divide; an axis of one rank has only the first rule."""
     per_axis = [tuple(rules) if ranks > 1 else tuple(rules[:1]) for ranks in mesh_shape]
     products = (Strategy(choice) for choice in itertools.product(*per_axis))
-    return tuple(strategy for strategy in products if divides(call, strategy, mesh_shape))
+    divides = _Divides(call, tuple(mesh_shape))
+    return tuple(strategy for strategy in products if divides(strategy))
 
 
-def divides(call: OpCall, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether every shard of every tensor has the size that the strategy's rules demand."""
-    if not splits_divide(strategy, mesh_shape):
-        return False
-    even = any(rule.even for rule in strategy.rules)
-    tensors = itertools.chain(
-        zip(call.inputs, strategy.inputs, strict=True), zip(call.outputs, strategy.outputs, strict=True)
-    )
-    return all(spec is None or shardable(spec, layout, mesh_shape, even=even) for spec, layout in tensors)
+@dataclass
+class _Divides:
+    """Whether every shard of every tensor of one call has the size that a strategy's rules demand."""
+
+    call: OpCall
+    mesh_shape: tuple[int, ...]
+    known: dict[tuple[int, Layout, bool], bool] = field(default_factory=dict)  # many strategies share layouts
+
+    def __call__(self, strategy: Strategy) -> bool:
+        if not splits_divide(strategy, self.mesh_shape):
+            return False
+        even = any(rule.even for rule in strategy.rules)
+        layouts = (*strategy.inputs, *strategy.outputs)
+        return all(self._shardable(index, layout, even=even) for index, layout in enumerate(layouts))
+
+    def _shardable(self, index: int, layout: Layout, *, even: bool) -> bool:
+        key = (index, layout, even)
+        if key not in self.known:
+            spec = (*self.call.inputs, *self.call.outputs)[index]
+            self.known[key] = spec is None or shardable(spec, layout, self.mesh_shape, even=even)
+        return self.known[key]
 
 
 def splits_divide(strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
