@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -123,12 +123,17 @@ class _Planner:
         self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
-            choice = hand_plan(self.planning, name, time_limit_s=self.options.time_limit_s, seed=self.options.seed)
+            choice = self._hand_plan(name, self.options.time_limit_s)
             self._add(name, choice, self._checked(name, choice))
         else:
             self._search()
         best = self._best()
         return self._planned(best)
+
+    def _hand_plan(self, name: str, time_limit_s: float) -> tuple[int, ...]:
+        """A recipe's choice, whatever it needs: the problem's memory is an upper bound, the emitted program decides."""
+        free = replace(self.planning, problem=_without_limit(self.planning.problem))
+        return hand_plan(free, name, time_limit_s=time_limit_s, seed=self.options.seed)
 
     def _as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
         problem = _without_limit(self.planning.problem)
@@ -154,9 +159,7 @@ class _Planner:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
         for name in HAND_PLANS:
             try:
-                choice = hand_plan(
-                    self.planning, name, time_limit_s=self.options.time_limit_s / 4, seed=self.options.seed
-                )
+                choice = self._hand_plan(name, self.options.time_limit_s / 4)
             except (PlanError, InfeasibleProblemError):
                 continue
             if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):

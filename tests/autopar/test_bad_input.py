@@ -27,6 +27,7 @@ from autopar.errors import (
     UnknownStrategyError,
     UnsupportedOptionError,
 )
+from tests.autopar.models import MODELS
 
 
 class Layer(nn.Module):
@@ -196,6 +197,13 @@ def test_a_memory_limit_that_cannot_be_met_says_by_how_much_and_what_dominates(r
     assert type(error) is MemoryLimitError
     for part in ("2000 bytes per rank", "needs", "too much", "parameter"):
         assert part in error.what
+
+
+def test_a_memory_limit_that_a_hand_plan_meets_is_met() -> None:
+    model, inputs = MODELS["mlp"]()
+    hand = plan(model, (2,), inputs, search="megatron", hardware="cpu")
+    limit = int(1.1 * hand.peak_bytes)
+    assert plan(model, (2,), inputs, hardware="cpu", memory_limit_bytes=limit).peak_bytes <= limit
 
 
 @pytest.mark.parametrize(
