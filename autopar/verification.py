@@ -6,7 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -86,11 +86,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Values:
-    """Results of one training step, full tensors by name."""
+    """Results of one training step, full tensors by name.
+
+    `computed_in`: by (field, name), the bf16 or fp16 through which a tensor of another dtype was computed.
+    """
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    computed_in: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, least_scale: float = 0.0) -> float:
@@ -131,6 +135,7 @@ def compare(actual: Values, expected: Values, *, reference: str, tolerance: floa
         largest = _largest(wanted) if kind == "gradients" else 0.0
         for name in sorted(wanted.keys() | found.keys()):
             dtype = wanted[name].dtype if name in wanted else torch.float32
+            dtype = expected.computed_in.get((kind, name), dtype)
             limit = tolerance or TOLERANCES.get(dtype, LOW_PRECISION)[index]
             error = float("inf")
             if name in wanted and name in found:
@@ -148,6 +153,26 @@ def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
 def is_random(program: Program) -> bool:
     """Whether any op draws random numbers: then eager PyTorch's masks are not those of the program."""
     return any(node.users for node in program.named_inputs(InputKind.SEED).values())
+
+
+def low_precision(program: Program) -> dict[tuple[str, str], torch.dtype]:
+    """By (field of `Values`, name): the bf16 or fp16 through which an output of the program was computed."""
+    coarsest: dict[torch.fx.Node, torch.dtype] = {}
+    for node in program.graph_module.graph.nodes:
+        own = getattr(node.meta.get("val"), "dtype", None)
+        found = [coarsest[source] for source in node.all_input_nodes if source in coarsest]
+        found += [own] if own in (torch.bfloat16, torch.float16) else []
+        if found:
+            coarsest[node] = max(found, key=lambda dtype: torch.finfo(dtype).eps)
+    results = program.graph_module.graph.output_node().args[0]
+    return {
+        (_FIELDS.get(output.kind, "outputs"), output.name): coarsest[node]
+        for output, node in zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
+        if node in coarsest and node.meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
+    }
+
+
+_FIELDS = {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "buffers"}  # of Values; others are outputs
 
 
 def _placeholders(program: Program) -> list[torch.fx.Node]:
@@ -186,7 +211,8 @@ def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwar
     gradients |= input_gradients(args, kwargs)
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
     buffers = {name: item for name, item in twin.named_buffers() if name in written}
-    return Values({output.name: item for output, item in zip(outputs, tensors, strict=True)}, gradients, buffers)
+    found = {output.name: item for output, item in zip(outputs, tensors, strict=True)}
+    return Values(found, gradients, buffers, low_precision(program))
 
 
 def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch.Tensor], seed: int) -> Values:
@@ -209,9 +235,8 @@ def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch
         results = program.graph_module(*values)
     found: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "gradients": {}, "buffers": {}}
     for output, value in zip(program.outputs, results, strict=True):
-        holder = {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "buffers"}.get(output.kind, "outputs")
-        found[holder][output.name] = value
-    return Values(**found)
+        found[_FIELDS.get(output.kind, "outputs")][output.name] = value
+    return Values(**found, computed_in=low_precision(program))
 
 
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
+from autopar.passes.complex_pairs import as_pairs, from_pairs
 from autopar.passes.local_call import GraphBuilder
 from autopar.sharding.layout import Layout, chunk, shard_dim
 from autopar.sharding.op_call import TensorSpec
@@ -211,7 +212,7 @@ def _as_carrier(build: GraphBuilder, value: fx.Node) -> fx.Node:
     """`value` in a dtype that every backend carries: complex as pairs of reals, int16 as int32."""
     dtype = value.meta["val"].dtype
     if dtype.is_complex:
-        return build.op(aten.view_as_real.default, value)
+        return as_pairs(build, value)
     if dtype == torch.int16:
         return build.op(aten._to_copy.default, value, dtype=torch.int32)
     return value
@@ -219,7 +220,7 @@ def _as_carrier(build: GraphBuilder, value: fx.Node) -> fx.Node:
 
 def _from_carrier(build: GraphBuilder, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     if dtype.is_complex:
-        return build.op(aten.view_as_complex.default, value)
+        return from_pairs(build, value)
     if dtype == torch.int16:
         return build.op(aten._to_copy.default, value, dtype=dtype)
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,21 +177,25 @@ class _Trace:
 
     def _joint(self, fakes: list[torch.Tensor]) -> list[torch.Tensor]:
         names = [*self.parameters, *self.buffers]
-        before = dict(zip(names, fakes, strict=False))
-        state = dict(before)
+        state = dict(zip(names, fakes, strict=False))
         inputs = fakes[len(names) : -1]
         self.observer = Observer(self.model, Interceptor(fakes[-1], _draw_key).replace)
         queue = iter(inputs)
         flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
         args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
-        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer, below_functions():
-            result = functional_call(self.model, state, args, kwargs)
-            leaves = self._note_outputs(result)
-            values = leaves + self._reassigned_buffers(before, state)
+        names = [*self.parameters, *(input_gradient(name) for name in self.inputs)]
+        wanted = dict(zip(names, [*fakes[: len(self.parameters)], *inputs], strict=True))
+
+        def step(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            leaves = self._note_outputs(self.model(*args, **kwargs))
+            values = leaves + self._reassigned_buffers(state)
             self.boundary = traced_node_count()
-            names = [*self.parameters, *(input_gradient(name) for name in self.inputs)]
-            wanted = dict(zip(names, [*fakes[: len(self.parameters)], *inputs], strict=True))
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
+
+        held = {f"model.{name}": item for name, item in state.items()}
+        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer, below_functions():
+            traced: list[torch.Tensor] = functional_call(_Step(self.model, step), held, args, kwargs)
+            return traced
 
     def _note_outputs(self, result: Any) -> list[torch.Tensor]:
         """Flatten the model's result; say which outputs are differentiated (see `differentiated`)."""
@@ -211,10 +215,9 @@ class _Trace:
             self.outputs.append(ProgramOutput(kind, name, differentiable=name in chosen))
         return [tensor for _, tensor in tensors]
 
-    def _reassigned_buffers(
-        self, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _reassigned_buffers(self, before: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """New values of buffers that the model set by assignment; in-place changes are found by functionalization."""
+        after = dict(self.model.named_buffers(remove_duplicate=False))
         changed = [name for name in self.buffers if after[name] is not before[name]]
         self.outputs.extend(ProgramOutput(OutputKind.BUFFER, name) for name in changed)
         return [after[name].detach() for name in changed]
@@ -235,6 +238,20 @@ class _Trace:
         found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())
+
+
+class _Step(nn.Module):
+    """A model and its gradients in one forward, so that `functional_call` holds until backward is through.
+
+    `torch.utils.checkpoint` runs parts of the model again in backward, on the tensors that it then holds.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[..., list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return self.step(*args, **kwargs)
 
 
 def input_gradient(name: str) -> str:

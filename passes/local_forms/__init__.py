@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.passes.local_call import LocalForm
 from autopar.passes.local_forms import (
+    complex_views,
     convolution,
     creation,
     custom,
@@ -29,6 +30,7 @@ from autopar.passes.local_forms import (
 from autopar.sharding.op_call import op_name
 
 TABLES: tuple[Mapping[str, LocalForm], ...] = (
+    complex_views.FORMS,
     convolution.FORMS,
     creation.FORMS,
     custom.FORMS,
