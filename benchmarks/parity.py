@@ -152,6 +152,7 @@ def write_docs(rows: Sequence[Row]) -> None:
     ran = [row for row in rows if "error" not in row]
     worst = {kind: max(row[kind] for row in ran) for kind in ("outputs", "gradients", "buffers")}
     right, covered = sum(row["ok"] for row in ran), [row for row in ran if row["measured"] <= row["predicted"]]
+    whole = len(MODELS) * len(SEARCHES) * len((*REAL, *VIRTUAL))
     tightest = min(row["measured"] / row["predicted"] for row in ran)
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     lines = [
@@ -165,7 +166,8 @@ def write_docs(rows: Sequence[Row]) -> None:
         "plan's, and what a dispatch mode measured while the emitted program ran. `ilp` has "
         f"{SLACK} times the memory that the ddp plan needs.",
         "",
-        f"{len(rows)} cases: {right} of {len(ran)} that ran are within the limits; the worst errors are "
+        f"{len(rows)} of the {whole} cases have run so far; the others are left out below. "
+        f"{right} of {len(ran)} plans are within the limits; the worst errors are "
         f"{worst['outputs']:.1e} (outputs), {worst['gradients']:.1e} (gradients), {worst['buffers']:.1e} (buffers). "
         f"The predicted peak covers the measured one in {len(covered)} of {len(ran)}; the least use of a prediction is "
         f"{tightest:.0%}.",
