@@ -168,7 +168,7 @@ def low_precision(program: Program) -> dict[tuple[str, str], torch.dtype]:
     return {
         (_FIELDS.get(output.kind, "outputs"), output.name): coarsest[node]
         for output, node in zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
-        if node in coarsest and node.meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
+        if node in coarsest and node.meta["val"].dtype.is_floating_point
     }
 
 

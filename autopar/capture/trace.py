@@ -18,7 +18,7 @@ from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program, ProgramOutput
 from autopar.capture.replacements.normalization import traceable_batch_norms
-from autopar.errors import AutoparError, CaptureError, DataDependentError, NoParametersError
+from autopar.errors import AutoparError, CaptureError, DataDependentError, MutatedInputError, NoParametersError
 from autopar.source import raising_line
 from autopar.torch_compat import (
     DataDependentOutputException,
@@ -160,6 +160,8 @@ class _Trace:
             node.meta["custom"] = {"origin": origin, "phase": phase}
         interface = Interface(self.interface, self.tangents, self.outputs)
         graph_module, inputs, outputs, constants = assemble(graph_module, interface, mode)
+        written = {output.name for output in outputs if output.kind is OutputKind.BUFFER}
+        _refuse_shared_storage({**self.parameters, **self.buffers}, written)
         return Program(
             graph_module=graph_module,
             inputs=inputs,
@@ -193,7 +195,12 @@ class _Trace:
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
 
         held = {f"model.{name}": item for name, item in state.items()}
-        with self.observer.watching_modules(), traceable_batch_norms(self.model), self.observer, below_functions():
+        watching = (
+            self.observer.watching_modules(),
+            traceable_batch_norms(self.model),
+            cached_tensors_kept(self.model),
+        )
+        with watching[0], watching[1], watching[2], self.observer, below_functions():
             traced: list[torch.Tensor] = functional_call(_Step(self.model, step), held, args, kwargs)
             return traced
 
@@ -236,8 +243,46 @@ class _Trace:
         with torch.autocast(self.device.split(":")[0], enabled=False):
             gradients = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
         found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
+        _refuse_sparse(found)
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())
+
+
+@contextmanager
+def cached_tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards no module holds, in a plain attribute, a tensor that it did not hold before: a fake one, if traced."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in list(module.__dict__.items()):
+                if isinstance(value, torch.Tensor) and value is not attributes.get(name):
+                    del module.__dict__[name]
+                    module.__dict__.update({name: attributes[name]} if name in attributes else {})
+
+
+def _refuse_sparse(gradients: dict[str, torch.Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {name!r} is a sparse tensor",
+                fix="leave out sparse=True of the embedding: its gradient is cut over the ranks instead",
+            )
+
+
+def _refuse_shared_storage(tensors: dict[str, torch.Tensor], written: set[str]) -> None:
+    """A buffer that is written must not be a view of another tensor, which would have to change with it."""
+    holders: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            holders.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in holders.values():
+        if len(names) > 1 and not written.isdisjoint(names):
+            raise MutatedInputError(
+                f"the model writes into one of {', '.join(map(repr, names))}, which share their memory",
+                fix="register a copy (tensor.clone()) under each name, or one tensor and take its views in forward",
+            )
 
 
 class _Step(nn.Module):
@@ -270,7 +315,8 @@ def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, plain):
         raise CaptureError(
             f"output {name!r} is a {type(leaf).__name__}",
-            fix="return tensors in tuples, lists, dicts or a type registered with torch.utils._pytree",
+            fix="return tensors in tuples, lists, dicts or a type registered with torch.utils._pytree"
+            + (" (use_cache=False leaves a cache out)" if "Cache" in type(leaf).__name__ else ""),
         )
 
 

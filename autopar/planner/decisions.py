@@ -228,6 +228,6 @@ def layouts_of(spec: TensorSpec, mesh_shape: Sequence[int]) -> list[Layout]:
 
 
 def storable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Whether a parameter may be stored so: every rank holds something, though not all the same."""
+    """Whether a parameter may be stored so: where it is cut every rank holds something, though not all the same."""
     ways = ranks_per_dim(len(spec.shape), layout, mesh_shape)
-    return all(size >= count for size, count in zip(spec.shape, ways, strict=True))
+    return all(count == 1 or size >= count for size, count in zip(spec.shape, ways, strict=True))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture.trace import capture
+from autopar.errors import CaptureError, MutatedInputError
 from autopar.mesh import Mesh
 from autopar.planner.build import build_problem
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
@@ -98,3 +99,47 @@ def test_a_float32_result_of_bfloat16_ops_is_held_to_bfloat16() -> None:
     report = autopar.verify(model, (2,), example_inputs=torch.randn(8, 8), search="ddp")
     assert report.ok, report.table
     assert {item.tolerance for item in report.comparisons} == {2e-2, 5e-2}
+
+
+def test_a_parameter_without_elements_and_one_without_dims() -> None:
+    members = {"empty": nn.Parameter(torch.zeros(0)), "scale": nn.Parameter(torch.tensor(2.0))}
+    model = Function(lambda self, x: self.layer(x) * self.scale + self.empty.sum(), layer=nn.Linear(8, 8), **members)
+    report = under_random_plans(model, torch.randn(8, 8))
+    assert report.ok, report.table
+
+
+class Views(nn.Module):
+    """A buffer that is a view of another one, and is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("base", torch.zeros(4, 8))
+        self.register_buffer("row", self.base[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.row.add_(1)
+        return (self.layer(x) + self.base.sum(0)).mean()
+
+
+def test_a_written_buffer_that_shares_memory_is_refused() -> None:
+    with pytest.raises(MutatedInputError, match="'base', 'row', which share their memory"):
+        capture(Views(), (torch.randn(8, 8),), {})
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = Function(lambda self, x: self.table(x).sum(), table=nn.Embedding(13, 6, sparse=True))
+    with pytest.raises(CaptureError, match=r"gradient of 'table.weight' is a sparse tensor"):
+        capture(model, (torch.zeros(8, 2, dtype=torch.int64),), {})
+
+
+def test_a_tensor_that_forward_caches_is_not_left_fake() -> None:
+    def cached(self: Any, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.ones(8)
+        return self.layer(x) + self.cache
+
+    model, x = Function(cached, layer=nn.Linear(8, 8), cache=None), torch.randn(8, 8)
+    capture(model, (x,), {})
+    assert model.cache is None
+    assert type(model(x)) is Tensor
