@@ -145,3 +145,7 @@ class SimulationError(AutoparError):
 
 class TooWideError(AutoparError):
     """A search strategy cannot hold its tables for a problem in memory."""
+
+
+class OmittedOutputError(AutoparError, AttributeError):
+    """A part of the model's result that the distributed program does not carry over was used."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
+
+from autopar.errors import OmittedOutputError
 
 
 class InputKind(Enum):
@@ -50,6 +53,35 @@ class LeafIndex:
     """Stands, among the leaves of the user's output, for the graph output of that index."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OmittedOutput:
+    """Stands, in the user's result, for an object that is no tensor and was not carried over, as a key-value cache.
+
+    Whoever uses it gets an OmittedOutputError: better than a wrong or missing value.
+    """
+
+    name: str
+    type_name: str
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise self._error()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise self._error()
+
+    def __iter__(self) -> NoReturn:
+        raise self._error()
+
+    def __len__(self) -> NoReturn:
+        raise self._error()
+
+    def _error(self) -> OmittedOutputError:
+        return OmittedOutputError(
+            f"the output {self.name!r}, a {self.type_name}, is not carried over by the distributed program",
+            fix="return its tensors in tuples, lists or dicts (a cache: use_cache=False, and ask the original model)",
+        )
 
 
 @dataclass(frozen=True)

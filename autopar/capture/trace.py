@@ -14,9 +14,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.capture.assemble import Interface, assemble
+from autopar.capture.attributes import no_fakes_left
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
-from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program, ProgramOutput
+from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputKind, Program, ProgramOutput
 from autopar.capture.replacements.normalization import traceable_batch_norms
 from autopar.errors import AutoparError, CaptureError, DataDependentError, MutatedInputError, NoParametersError
 from autopar.source import raising_line
@@ -80,21 +81,9 @@ def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, devi
     tensors and the random state are left as they were. Raises a `CaptureError`.
     """
     trace = _Trace(as_module(model), args, kwargs, device)
-    with torch.random.fork_rng(devices=[]), _attributes_kept(trace.model), _clean_errors():
+    with torch.random.fork_rng(devices=[]), no_fakes_left(trace.model), _clean_errors():
         torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
         return trace.run()
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes that the modules set meanwhile: fake tensors must not stay behind in the model."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextmanager
@@ -198,9 +187,8 @@ class _Trace:
         watching = (
             self.observer.watching_modules(),
             traceable_batch_norms(self.model),
-            cached_tensors_kept(self.model),
         )
-        with watching[0], watching[1], watching[2], self.observer, below_functions():
+        with watching[0], watching[1], self.observer, below_functions():
             traced: list[torch.Tensor] = functional_call(_Step(self.model, step), held, args, kwargs)
             return traced
 
@@ -211,10 +199,10 @@ class _Trace:
         leaves: list[Any] = []
         for path, leaf in paths:
             name = ".".join(_key_text(key) for key in path) or "output"
-            _check_leaf(name, leaf)
-            leaves.append(LeafIndex(len(tensors)) if isinstance(leaf, torch.Tensor) else leaf)
+            leaves.append(_carried(name, leaf, len(tensors)))
             if isinstance(leaf, torch.Tensor):
                 tensors.append((name, leaf))
+        _refuse_opaque(leaves, tensors)
         self.output_leaves = tuple(leaves)
         chosen = differentiated(tensors) if self.wants_gradients else set()
         for name, tensor in tensors:
@@ -246,20 +234,6 @@ class _Trace:
         _refuse_sparse(found)
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())
-
-
-@contextmanager
-def cached_tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no module holds, in a plain attribute, a tensor that it did not hold before: a fake one, if traced."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            for name, value in list(module.__dict__.items()):
-                if isinstance(value, torch.Tensor) and value is not attributes.get(name):
-                    del module.__dict__[name]
-                    module.__dict__.update({name: attributes[name]} if name in attributes else {})
 
 
 def _refuse_sparse(gradients: dict[str, torch.Tensor]) -> None:
@@ -310,13 +284,20 @@ def _draw_key() -> int:
         return int(torch.randint(2**31 - 1, ()))
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
-    plain = (torch.Tensor, int, float, bool, str, type(None))
-    if not isinstance(leaf, plain):
+def _carried(name: str, leaf: Any, index: int) -> Any:
+    """What stands for a leaf of the result: tensor number `index`, the plain value itself, or the mark of a gap."""
+    if isinstance(leaf, torch.Tensor):
+        return LeafIndex(index)
+    plain = (int, float, bool, str, type(None))
+    return leaf if isinstance(leaf, plain) else OmittedOutput(name, type(leaf).__name__)
+
+
+def _refuse_opaque(leaves: list[Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
+    omitted = [leaf for leaf in leaves if isinstance(leaf, OmittedOutput)]
+    if omitted and not tensors:
         raise CaptureError(
-            f"output {name!r} is a {type(leaf).__name__}",
-            fix="return tensors in tuples, lists, dicts or a type registered with torch.utils._pytree"
-            + (" (use_cache=False leaves a cache out)" if "Cache" in type(leaf).__name__ else ""),
+            f"the result is a {omitted[0].type_name}, which holds no tensor that can be seen",
+            fix="return tensors in tuples, lists, dicts or a type registered with torch.utils._pytree",
         )
 
 

@@ -12,7 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture, tensor_leaves
-from autopar.errors import CaptureError, DataDependentError, MutatedInputError, NoParametersError
+from autopar.errors import (
+    CaptureError,
+    DataDependentError,
+    MutatedInputError,
+    NoParametersError,
+    OmittedOutputError,
+)
 from autopar.verification import compare, eager_values, traced_values
 
 
@@ -232,3 +238,38 @@ def test_what_cannot_be_captured_is_refused_with_the_users_line(
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(NoParametersError, match="ReLU has no parameters"):
         capture(nn.ReLU(), (torch.ones(2),), {})
+
+
+class Remembering(nn.Linear):
+    """Keeps tensors in an attribute, a list and a dict, and a flag that they are there."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: list[torch.Tensor] = []
+        self.cache: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.last, self.ready = y, True
+        self.seen.append(y)
+        self.cache["y"] = y
+        return y
+
+
+def test_no_fake_tensor_stays_in_the_model_and_flags_do() -> None:
+    model = Remembering()
+    capture(model, (torch.ones(3, 4),), {})
+    assert (model.seen, model.cache, model.ready, hasattr(model, "last")) == ([], {}, True, False)
+
+
+class Caching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": super().forward(x), "cache": object()}
+
+
+def test_an_output_that_is_no_tensor_is_left_out_and_says_so_when_it_is_used() -> None:
+    program = capture(Caching(4, 4), (torch.ones(3, 4),), {})
+    omitted = program.output_leaves[1]
+    assert not hasattr(omitted, "anything")
+    with pytest.raises(OmittedOutputError, match="'cache', a object, is not carried over"):
+        omitted[0]  # type: ignore[index]
