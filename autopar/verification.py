@@ -125,14 +125,14 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, least_scale:
 def compare(actual: Values, expected: Values, *, reference: str, tolerance: float | None = None) -> Report:
     """Every output, gradient and buffer of `expected` against `actual`.
 
-    A gradient may be zero in exact arithmetic (a bias before batch norm, a key's bias): what is left of it is the
-    rounding of larger terms. So a gradient's scale is at least that at which the tolerance is `ROUNDING_UNITS` units of
-    rounding of the largest gradient: what a sum of some hundred such terms loses in another order.
+    A gradient may be zero in exact arithmetic (a bias before batch norm, a key's bias), and so may a running mean: what
+    is left is the rounding of larger terms. So its scale is at least that at which the tolerance is `ROUNDING_UNITS`
+    units of rounding of the largest tensor of its kind: what a sum of some hundred such terms loses in another order.
     """
     comparisons = []
     for kind, index in (("outputs", 0), ("gradients", 1), ("buffers", 0)):
         wanted, found = getattr(expected, kind), getattr(actual, kind)
-        largest = _largest(wanted) if kind == "gradients" else 0.0
+        largest = _largest(wanted) if kind != "outputs" else 0.0
         for name in sorted(wanted.keys() | found.keys()):
             dtype = wanted[name].dtype if name in wanted else torch.float32
             dtype = expected.computed_in.get((kind, name), dtype)
@@ -146,7 +146,8 @@ def compare(actual: Values, expected: Values, *, reference: str, tolerance: floa
 
 
 def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
-    magnitudes = [float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()]
+    floating = [tensor.detach() for tensor in tensors.values() if tensor.numel() and tensor.is_floating_point()]
+    magnitudes = [float(tensor.abs().max()) for tensor in floating]
     return max((value for value in magnitudes if math.isfinite(value)), default=0.0)
 
 

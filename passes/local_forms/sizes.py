@@ -36,7 +36,7 @@ SIZE_POSITIONS: dict[str, int] = {
             aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default
             aten.upsample_bilinear2d_backward.default aten.upsample_trilinear3d_backward.default
             aten.upsample_bicubic2d_backward.default aten._upsample_bilinear2d_aa_backward.default
-            aten._upsample_bicubic2d_aa_backward.default aten._upsample_lanczos2d_aa_backward.default
+            aten._upsample_bicubic2d_aa_backward.default
             aten._upsample_nearest_exact2d_backward.default
         """),
         2,

@@ -21,8 +21,7 @@ SPATIAL: dict[int, str] = {
         upsample_bicubic2d upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
         _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d
         _upsample_nearest_exact2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d
-        replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward
-        _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward""",
+        replication_pad2d_backward max_unpool2d fractional_max_pool2d_backward""",
     3: """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
         _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
         _upsample_nearest_exact3d

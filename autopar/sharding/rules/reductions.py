@@ -141,7 +141,6 @@ RULES: RuleTable = {
     "aten.sum.dim_IntList": over_dims(SUM),
     "aten.sum.default": over_all(SUM),
     "aten.nansum.default": over_dims(SUM),
-    "aten.linalg__powsum.default": over_dims(SUM, position=2),
     "aten.mean.dim": over_dims(SUM, MEAN),
     "aten.mean.default": over_all(SUM, MEAN),
     "aten.amax.default": over_dims(MAX),
