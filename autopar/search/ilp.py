@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -182,7 +182,9 @@ class _IlpSearch:
             self.search = PricedSearch(self.network, self.prices)
         return self.search
 
-    def _offer_array(self, search: PricedSearch):  # type: ignore[no-untyped-def]
+    def _offer_array(self, search: PricedSearch) -> Callable[[Array, float], None]:
+        """What a priced search calls with each feasible choice it finds."""
+
         def offer(positions: Array, cost: float) -> None:
             if cost < self.upper():
                 self.offer(dict(zip(search.pricing.nodes, positions.tolist(), strict=True)))
