@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 from collections.abc import Mapping
@@ -19,6 +18,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
+from autopar.runtime.tangents import varied_tangents
+from autopar.runtime.twins import run_apart
+from autopar.runtime.virtual_run import program_values
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
 ROUNDING_UNITS = 16.0
@@ -176,10 +178,6 @@ def low_precision(program: Program) -> dict[tuple[str, str], torch.dtype]:
 _FIELDS = {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "buffers"}  # of Values; others are outputs
 
 
-def _placeholders(program: Program) -> list[torch.fx.Node]:
-    return [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
-
-
 def fresh_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call on copies of its tensors, so that gradients do not pile up on the caller's."""
 
@@ -198,42 +196,34 @@ def input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
     """One step of a copy of the model as PyTorch runs it, differentiated where the program is."""
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
     args, kwargs = fresh_inputs(args, kwargs)
-    result = twin(*args, **kwargs)
-    leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+    run = run_apart(model, args, kwargs)
+    leaves = pytree.tree_leaves(run.result, is_leaf=lambda leaf: leaf is None)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     outputs = [output for output in program.outputs if output.kind in (OutputKind.LOSS, OutputKind.OUTPUT)]
-    roots = [tensor for output, tensor in zip(outputs, tensors, strict=True) if output.differentiable]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    gradients = {name: item.grad for name, item in twin.named_parameters() if item.grad is not None}
+    roots = {output.name: item for output, item in zip(outputs, tensors, strict=True) if output.differentiable}
+    _run_backward(program, roots)
+    gradients = {name: item.grad for name, item in run.parameters.items() if item.grad is not None}
     gradients |= input_gradients(args, kwargs)
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
-    buffers = {name: item for name, item in twin.named_buffers() if name in written}
+    buffers = {name: item for name, item in run.buffers.items() if name in written}
     found = {output.name: item for output, item in zip(outputs, tensors, strict=True)}
     return Values(found, gradients, buffers, low_precision(program))
 
 
+def _run_backward(program: Program, roots: Mapping[str, torch.Tensor]) -> None:
+    tangents = varied_tangents(program)
+    if roots:
+        torch.autograd.backward(
+            tuple(roots.values()), tuple(tangents[name].to(root.device) for name, root in roots.items())
+        )
+
+
 def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch.Tensor], seed: int) -> Values:
     """One step of the captured program in full, on one device: what random models are compared with."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = []
-    for item, node in zip(program.inputs, _placeholders(program), strict=True):
-        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            values.append(state[item.name].detach())
-        elif item.kind is InputKind.INPUT:
-            values.append(inputs[item.name].detach())
-        elif item.kind is InputKind.CONSTANT:
-            values.append(program.constants[item.name])
-        elif item.kind is InputKind.SEED:
-            values.append(torch.tensor(seed, dtype=torch.int64))
-        else:
-            spec = node.meta["val"]
-            values.append(torch.ones(spec.shape, dtype=spec.dtype))
+    values = program_values(model, program, inputs, seed, varied_tangents(program))
     with torch.no_grad():
-        results = program.graph_module(*values)
+        results = program.graph_module(*(values[item.node] for item in program.inputs))
     found: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "gradients": {}, "buffers": {}}
     for output, value in zip(program.outputs, results, strict=True):
         found[_FIELDS.get(output.kind, "outputs")][output.name] = value
@@ -248,9 +238,7 @@ def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwar
     names = [output.name for output in program.outputs]
     marked = zip(program.output_leaves, leaves, strict=True)
     outputs = {names[mark.index]: leaf for mark, leaf in marked if isinstance(mark, LeafIndex)}
-    roots = [outputs[item.name] for item in program.outputs if item.differentiable]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    _run_backward(program, {item.name: outputs[item.name] for item in program.outputs if item.differentiable})
     gradients = {name: _full(item.grad) for name, item in pmodel.named_parameters() if item.grad is not None}
     gradients |= {name: _full(item) for name, item in input_gradients(args, kwargs).items()}
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.parameters import as_dtensor, local_part, owned
+from autopar.runtime.twins import twin_of
 from autopar.sharding.layout import Layout
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")
@@ -101,7 +101,7 @@ def _filled(module: nn.Module, initialiser: Initialiser | None, device: str) -> 
 
 def _twin(module: nn.Module, device: str) -> nn.Module:
     """A copy of the module whose own meta tensors have memory; children are left on meta."""
-    twin = copy.deepcopy(module)
+    twin = twin_of(module)
     for name, parameter in twin._parameters.items():
         if parameter is not None and parameter.is_meta:
             real = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -14,6 +14,7 @@ from autopar.capture.trace import tensor_leaves
 from autopar.passes.pipeline import LocalProgram, emit_ranks
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.memory_tracker import LockstepMemory
+from autopar.runtime.tangents import varied_tangents
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.execution import distribute, recombine, virtual_geometries
 
@@ -41,12 +42,14 @@ def run_virtual_step(
 ) -> VirtualRun:
     """Run forward and backward of an assigned program on every rank of a virtual mesh.
 
-    `tangents` by output name; ones where none is given. Replicas that come out different raise AssertionError.
+    `tangents` by output name, `varied_tangents` where none are given. Replicas that come out different raise an
+    AssertionError.
     """
     shape = tuple(mesh_shape)
     ranks = emit_ranks(program, assignment, virtual_geometries(shape))
     step = _VirtualStep(program, assignment, shape, ranks)
-    values = program_values(model, program, tensor_leaves(args, kwargs), seed, tangents or {})
+    given = {**varied_tangents(program), **(tangents or {})}
+    values = program_values(model, program, tensor_leaves(args, kwargs), seed, given)
     with torch.no_grad():
         return step.run(values)
 
@@ -64,15 +67,7 @@ def program_values(
         InputKind.TANGENT: tangents,
         InputKind.SEED: {"seed": torch.tensor(seed, dtype=torch.int64)},
     }
-    nodes = {node.name: node for node in program.graph_module.graph.nodes if node.op == "placeholder"}
-    values = {}
-    for item in program.inputs:
-        value = named[item.kind].get(item.name)
-        if value is None:  # a tangent that is not given
-            spec = nodes[item.node].meta["val"]
-            value = torch.ones(spec.shape, dtype=spec.dtype)
-        values[item.node] = value.detach()
-    return values
+    return {item.node: named[item.kind][item.name].detach() for item in program.inputs}
 
 
 @dataclass(frozen=True)
