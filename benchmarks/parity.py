@@ -118,11 +118,11 @@ def _peak_bytes(pmodel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str,
     tracker = MemoryTracker()
     tracker.hold(list(values.values()))
     with torch.no_grad(), tracker:
-        saved = step.run_forward(values).saved
+        held = step.run_forward(values)  # its outputs stay alive to the end, as for a caller who keeps them
         tangents = {}
         for slot in step.inputs[InputKind.TANGENT]:
             tangents[slot.node] = in_layout(torch.ones(slot.shape, dtype=slot.dtype), step.mesh, slot.layout).clone()
-        step.run_backward(saved, tangents)
+        step.run_backward(held.saved, tangents)
     peak = torch.tensor(tracker.peak_bytes)
     torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
     return int(peak)
