@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.capture.replacements.attention import ATTENTION_REPLACEMENTS
 from autopar.capture.replacements.checks import CHECK_REPLACEMENTS
 from autopar.capture.replacements.draw import Draw
+from autopar.capture.replacements.experts import EXPERT_REPLACEMENTS
 from autopar.capture.replacements.loss import LOSS_REPLACEMENTS
 from autopar.capture.replacements.normalization import NORMALIZATION_REPLACEMENTS
 from autopar.capture.replacements.overloads import OVERLOAD_REPLACEMENTS
@@ -22,6 +23,7 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **NORMALIZATION_REPLACEMENTS,
     **RECURRENT_REPLACEMENTS,
     **LOSS_REPLACEMENTS,
+    **EXPERT_REPLACEMENTS,
     **CHECK_REPLACEMENTS,
     **OVERLOAD_REPLACEMENTS,
 }

@@ -18,6 +18,7 @@ from autopar.capture.attributes import no_fakes_left
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
 from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputKind, Program, ProgramOutput
+from autopar.capture.replacements.experts import traceable_experts
 from autopar.capture.replacements.normalization import traceable_batch_norms
 from autopar.errors import AutoparError, CaptureError, DataDependentError, MutatedInputError, NoParametersError
 from autopar.source import raising_line
@@ -81,7 +82,8 @@ def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, devi
     tensors and the random state are left as they were. Raises a `CaptureError`.
     """
     trace = _Trace(as_module(model), args, kwargs, device)
-    with torch.random.fork_rng(devices=[]), no_fakes_left(trace.model), _clean_errors():
+    left_alone = torch.random.fork_rng(devices=[]), no_fakes_left(trace.model), traceable_experts(trace.model)
+    with left_alone[0], left_alone[1], left_alone[2], _clean_errors():
         torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
         return trace.run()
 

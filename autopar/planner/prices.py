@@ -183,7 +183,33 @@ def _attention(direction: Any) -> Work:
     return work
 
 
+def _experts(first: int, up_products: int, down_products: int) -> Work:
+    """Price of a layer of experts whose arguments begin at `first`, its choices spread evenly over the experts."""
+
+    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> Any:
+        down_at = first + 4 + (call.args[first + 4] is not None)  # a bias between the two is a tensor too
+        up, down, index = (_dims(inputs[place]) for place in (first + 3, down_at, first + 1))
+        rows = np.maximum(1.0, index[0] * index[1] / call.inputs[first + 3].shape[0])
+        up_s = matmul_seconds(device, dtype, up[0], rows, up[1] * up[2], up[3])
+        return up_products * up_s + down_products * matmul_seconds(device, dtype, up[0], rows, down[1], down[2])
+
+    return work
+
+
+def _groups(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], _: Any) -> Any:
+    """Price of products in groups of equal numbers of rows."""
+    rows, right, out = _dims(inputs[0]), _dims(inputs[1]), _dims(outputs[0])
+    if len(right) == 2:  # an outer product: the rows are summed over
+        return matmul_seconds(device, dtype, out[0], out[1], out[2], np.maximum(1.0, rows[0] / call.inputs[2].shape[0]))
+    per_group = np.maximum(1.0, rows[0] / call.inputs[1].shape[0])
+    return matmul_seconds(device, dtype, right[0], per_group, right[2], right[1])
+
+
 _WORK: dict[str, Work] = {
+    "autopar.experts.default": _experts(0, up_products=1, down_products=1),
+    "autopar.experts_backward.default": _experts(1, up_products=3, down_products=2),
+    "autopar.grouped_mm.default": _groups,
+    "autopar.grouped_outer.default": _groups,
     "aten.mm.default": _matmul(0),
     "aten.bmm.default": _matmul(0),
     "aten.addmm.default": _matmul(1),

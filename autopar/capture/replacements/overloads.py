@@ -12,6 +12,7 @@ from torch import Tensor
 from autopar.capture.replacements.attention import ATTENTION_REPLACEMENTS
 from autopar.capture.replacements.checks import CHECK_REPLACEMENTS
 from autopar.capture.replacements.draw import Draw
+from autopar.capture.replacements.experts import EXPERT_REPLACEMENTS
 from autopar.capture.replacements.loss import ctc_loss
 from autopar.capture.replacements.normalization import NORMALIZATION_REPLACEMENTS
 from autopar.capture.replacements.randomness import RANDOM_REPLACEMENTS
@@ -28,6 +29,7 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
         ATTENTION_REPLACEMENTS,
         NORMALIZATION_REPLACEMENTS,
         RECURRENT_REPLACEMENTS,
+        EXPERT_REPLACEMENTS,
         CHECK_REPLACEMENTS,
     )
     for function, replacement in table.items()
