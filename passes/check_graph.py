@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.moves import move
+from autopar.passes.split_phases import backward_nodes
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.sharding.op_call import walk
@@ -24,7 +25,7 @@ def check_moves_agree(gm: fx.GraphModule, job: Emission) -> None:
         if node.op != "call_function" or is_getitem(node) or node.target is move:
             continue
         values = [leaf for leaf in walk((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
-        for value, wanted in zip(values, assignment.strategies[node.name].inputs, strict=True):
+        for value, wanted in zip(values, assignment.strategy_of(node).inputs, strict=True):
             has, needs = (effective_layout(it, assignment.mesh_shape) for it in (_layout(value, assignment), wanted))
             assert has == needs, f"{value.name} -> {node.name}: {format_layout(has)} is not {format_layout(needs)}"
 
@@ -33,6 +34,15 @@ def _layout(node: fx.Node, assignment: Assignment) -> Layout:
     if node.target is move:
         return parse_layout(str(node.args[2]), len(assignment.mesh_shape))
     return assignment.layout_of(node)
+
+
+def check_recomputed(gm: fx.GraphModule, job: Emission) -> None:
+    """Nothing of the backward reads what is recomputed from the forward."""
+    late = backward_nodes(gm.graph, job.program)
+    for node in late:
+        sources = [source for source in node.all_input_nodes if source not in late]
+        kept = [source.name for source in sources if source.name in job.assignment.recomputed]
+        assert not kept or is_getitem(node), f"{node.name} reads {kept}, which the plan does not keep"
 
 
 def check_values(gm: fx.GraphModule, job: Emission) -> None:

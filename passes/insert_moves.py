@@ -43,7 +43,7 @@ class _Inserter:
 
     def move_inputs(self, reader: fx.Node) -> None:
         """Give one op every tensor in the layout that its strategy demands."""
-        wanted = iter(self.assignment.strategies[reader.name].inputs)
+        wanted = iter(self.assignment.strategy_of(reader).inputs)
 
         def moved(value: fx.Node) -> fx.Node:
             return self._carry(value, next(wanted), reader, before=reader)

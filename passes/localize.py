@@ -84,7 +84,7 @@ class Localizer:
         local = LocalCall(
             self.build,
             call_of(node),
-            self.assignment.strategies[node.name],
+            self.assignment.strategy_of(node),
             self._local(node.args),
             self._local(node.kwargs),
         )

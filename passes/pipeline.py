@@ -9,10 +9,11 @@ from torch import fx
 
 from autopar.capture.program import InputKind, Program
 from autopar.fake_calls import FakeCalls
-from autopar.passes.check_graph import check_moves_agree, check_values, check_waits
+from autopar.passes.check_graph import check_moves_agree, check_recomputed, check_values, check_waits
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.localize import fake_mode_of, localize
+from autopar.passes.recompute import recompute
 from autopar.passes.schedule_collectives import schedule_collectives
 from autopar.passes.split_phases import split_phases
 from autopar.sharding.assignment import Assignment
@@ -41,6 +42,7 @@ class Pass:
 
 
 SHARED_PASSES: tuple[Pass, ...] = (
+    Pass("recompute", lambda gm, job: recompute(gm, job.program, job.assignment.recomputed), check_recomputed),
     Pass("insert_moves", lambda gm, job: insert_moves(gm, job.assignment), check_moves_agree),
 )
 """What they make is the same for every rank."""

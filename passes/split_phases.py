@@ -26,9 +26,8 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     kinds = [output.kind for output in program.outputs]
     results = [node for node, kind in zip(outputs, kinds, strict=True) if kind is not OutputKind.GRADIENT]
     gradients = [node for node, kind in zip(outputs, kinds, strict=True) if kind is OutputKind.GRADIENT]
-    tangent_names = {item.node for item in program.inputs if item.kind is InputKind.TANGENT}
-    backward = _backward_nodes(gm.graph, results, tangent_names)
-    tangents = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name in tangent_names]
+    backward = backward_nodes(gm.graph, program)
+    tangents = [node for node in gm.graph.nodes if node.op == "placeholder" and node in backward]
     saved, replayed = _saved(gm.graph, backward, gradients) if gradients else ([], [])
     early = [node for node in gm.graph.nodes if node.op != "output" and node not in backward]
     forward_graph = _graph_of([], early, [*results, *saved])
@@ -39,8 +38,12 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     return boxed(gm, forward_graph), boxed(gm, backward_graph)
 
 
-def _backward_nodes(graph: fx.Graph, results: Sequence[fx.Node | None], tangents: set[str]) -> set[fx.Node]:
+def backward_nodes(graph: fx.Graph, program: Program) -> set[fx.Node]:
     """The tangents, and the nodes of the backward phase that no result of the forward needs."""
+    outputs: Sequence[fx.Node | None] = graph.output_node().args[0]  # type: ignore[assignment]
+    kinds = [output.kind for output in program.outputs]
+    results = [node for node, kind in zip(outputs, kinds, strict=True) if kind is not OutputKind.GRADIENT]
+    tangents = {item.node for item in program.inputs if item.kind is InputKind.TANGENT}
     needed = _with_ancestors(node for node in results if node is not None)
     found: set[fx.Node] = set()
     for node in graph.nodes:

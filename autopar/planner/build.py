@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +34,9 @@ class PlanningProblem:
     mesh_shape: tuple[int, ...]
     edge_arguments: tuple[int, ...]
 
-    def assignment(self, choice: Sequence[int]) -> Assignment:
-        """What the passes need of a choice."""
-        return assignment_of(self.program, self.decisions, choice, self.mesh_shape)
+    def assignment(self, choice: Sequence[int], recomputed: Set[int] = frozenset()) -> Assignment:
+        """What the passes need of a choice; `recomputed`: the decisions whose values the backward computes again."""
+        return assignment_of(self.program, self.decisions, choice, self.mesh_shape, recomputed)
 
     def restricted(self, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> Problem:
         """The problem with, for the decisions named, only some strategies allowed."""
@@ -51,9 +51,13 @@ class PlanningProblem:
 
 
 def assignment_of(
-    program: Program, decisions: Sequence[Decision], choice: Sequence[int], mesh_shape: tuple[int, ...]
+    program: Program,
+    decisions: Sequence[Decision],
+    choice: Sequence[int],
+    mesh_shape: tuple[int, ...],
+    recomputed: Set[int] = frozenset(),
 ) -> Assignment:
-    """The strategies of all nodes, and the layouts of inputs and outputs, under a choice."""
+    """The strategies of all nodes, the layouts of inputs and outputs, and what is recomputed, under a choice."""
     strategies, inputs = {}, {}
     results: dict[str, Layout] = {}
     for decision, pick in zip(decisions, choice, strict=True):
@@ -65,7 +69,8 @@ def assignment_of(
         else:
             inputs[decision.node] = strategy.outputs[0]
     outputs = tuple(results.get(result_key(output)) for output in program.outputs)
-    return Assignment(mesh_shape, strategies, inputs, outputs)
+    again = frozenset(decisions[index].node for index in recomputed if decisions[index].kind == "op")
+    return Assignment(mesh_shape, strategies, inputs, outputs, again)
 
 
 def build_problem(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.sharding.layout import Layout
 from autopar.sharding.strategies import Strategy
+
+RECOMPUTES = "recomputes"
+"""Under this key of its metadata a node of the backward names the op of the forward that it computes again."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,19 @@ class Assignment:
 
     `strategies`: for each call_function node except `operator.getitem` (which only names an output of its producer).
     `inputs`: layout of each placeholder. `outputs`: layout in which each element of the flat output tuple leaves;
-    None leaves it in the layout of its producer (a result kept sharded).
+    None leaves it in the layout of its producer (a result kept sharded). `recomputed`: ops of the forward, by node name,
+    whose values are not saved for the backward but computed again there.
     """
 
     mesh_shape: tuple[int, ...]
     strategies: Mapping[str, Strategy]
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout | None, ...]
+    recomputed: Set[str] = frozenset()
+
+    def strategy_of(self, node: fx.Node) -> Strategy:
+        """The strategy of an op; what is recomputed runs under that of its original."""
+        return self.strategies[node.meta.get(RECOMPUTES, node.name)]
 
     def layout_of(self, node: fx.Node) -> Layout:
         """The layout of the tensor that `node` stands for in the traced graph."""
@@ -33,8 +42,8 @@ class Assignment:
         if is_getitem(node):
             producer, index = node.args
             assert isinstance(producer, fx.Node) and isinstance(index, int)
-            return self.strategies[producer.name].outputs[index]
-        return self.strategies[node.name].outputs[0]
+            return self.strategy_of(producer).outputs[index]
+        return self.strategy_of(node).outputs[0]
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -27,8 +27,10 @@ def check(names: list[str], residual: bool, tied: bool, mesh_shape: tuple[int, .
     prices = Prices(Mesh(mesh_shape, hardware="cpu"))
     decisions = DecisionList(program, prices, NO_OPTIMIZER).build()
     planning = build_problem(program, decisions, prices, usage_limit=None)
-    choice = random_choice(planning, random.Random(seed))
-    run = run_virtual_step(model, program, planning.assignment(choice), mesh_shape, args, {}, seed=3)
+    chance = random.Random(seed)
+    choice = random_choice(planning, chance)
+    recomputed = {index for index in range(len(decisions)) if chance.random() < 0.5}
+    run = run_virtual_step(model, program, planning.assignment(choice, recomputed), mesh_shape, args, {}, seed=3)
     expected = traced_values(model, program, tensor_leaves(args, {}), 3)
     report = compare(Values(run.outputs, run.gradients, run.buffers), expected, reference="one device")
     assert report.ok, report.table
