@@ -17,11 +17,12 @@ from autopar.mesh import Mesh
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import Plan
-from autopar.planner.build import assignment_of
+from autopar.planner.build import PlanningProblem, assignment_of
 from autopar.planner.decisions import DecisionList
 from autopar.planner.make import Options, plan_program, price_choice, program_hash
 from autopar.planner.prices import Prices
-from autopar.planner.resolve import resolve
+from autopar.planner.residency import Residency
+from autopar.planner.resolve import residency_of, resolve
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.step import CompiledStep
 from autopar.sharding.assignment import Assignment
@@ -55,12 +56,12 @@ class Compiler:
         options = replace(self.options, parameter_layouts=parameter_layouts)
         text = self.ranks.first_decides(lambda: _pack(*plan_or_follow(program, self.mesh, options, self.plan)))
         choice, plan = _unpack(text)
-        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice))
+        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan))
         return CompiledStep(program, assignment, local, plan)
 
-    def _emit(self, program: Program, choice: tuple[int, ...]) -> tuple[Assignment, LocalProgram]:
+    def _emit(self, program: Program, choice: tuple[int, ...], plan: Plan) -> tuple[Assignment, LocalProgram]:
         decisions = DecisionList(program, Prices(self.mesh), self.options.optimizer).build()
-        assignment = assignment_of(program, decisions, choice, self.mesh.shape)
+        assignment = assignment_of(program, decisions, choice, self.mesh.shape, residency_of(decisions, plan))
         return assignment, emit(program, assignment, self.geometry)
 
 
@@ -72,12 +73,16 @@ def plan_or_follow(
         planned = plan_program(program, mesh, options)
     else:
         given = plan
-        planned = price_choice(program, mesh, options, lambda planning: resolve(planning, given), given.search)
+
+        def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
+            return resolve(planning, given), residency_of(planning.decisions, given)
+
+        planned = price_choice(program, mesh, options, pick, given.search)
     return planned.choice, planned.plan, planned.assignment
 
 
 def _pack(choice: tuple[int, ...], plan: Plan, _: Assignment) -> str:
-    return base64.b64encode(pickle.dumps((choice, plan.repriced(problem=None)))).decode()
+    return base64.b64encode(pickle.dumps((choice, plan.repriced(problem=None, recomputation=None)))).decode()
 
 
 def _unpack(text: str) -> tuple[tuple[int, ...], Plan]:

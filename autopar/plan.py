@@ -15,11 +15,12 @@ from typing import Any
 
 from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import expand_key, fold_keys
-from autopar.search import Problem, memory_frontier
+from autopar.search import Problem, memory_frontier, undominated
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.version import __version__
 
-SCHEMA = 1
+SCHEMA = 2
+RESIDENCIES = ("keep", "recompute")
 _REWRITE = "give a file that plan.save wrote, or compare with one"
 
 
@@ -49,10 +50,13 @@ class PlanEntry:
     seconds: float = 0.0
     bytes: int = 0  # of its outputs on the largest shard
     moves: tuple[MoveCost, ...] = ()
+    residency: str = ""  # of a value that the backward needs: keep or recompute; keep a parameter's gathered copy
 
     def signature(self) -> tuple[str, ...]:
-        """Its layouts as text: what two entries must share to be folded into one line."""
-        return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs))
+        """What it decides as text: what two entries must share to be folded into one line."""
+        usual = "" if self.kind == "parameter" else "keep"
+        again = () if self.residency in ("", usual) else (self.residency,)
+        return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs), *again)
 
 
 def _texts(layouts: tuple[Layout, ...]) -> list[str]:
@@ -75,6 +79,8 @@ class Plan:
     model_hash: str
     entries: tuple[PlanEntry, ...]
     step_s: float = 0.0
+    recompute_s: float = 0.0  # part of step_s
+    residency_s: float = field(default=0.0, repr=False, compare=False)  # of step_s, what is not the usual residency's
     peak_bytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes by kind at the peak
     memory_limit_bytes: int | None = None
@@ -89,6 +95,7 @@ class Plan:
     stages: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
+    recomputation: Problem | None = field(default=None, repr=False, compare=False)  # under these layouts; not saved
 
     def __post_init__(self) -> None:
         axes = len(self.mesh_shape)
@@ -119,10 +126,16 @@ class Plan:
     def frontier(self) -> tuple[tuple[int, float], ...]:
         """(live bytes, seconds) of the best plans under ever tighter limits: what each gigabyte costs in time.
 
-        Solved when first asked for, from the search problem; bytes are the problem's, before the buffers of moves.
+        Solved when first asked for: layouts without recomputation, from the search problem, whose bytes leave out the
+        buffers of moves; and recomputation under this plan's layouts, down to the least memory that it leads to.
         Raises PlanError for a plan that was loaded rather than searched.
         """
-        return memory_frontier(self._searched())
+        found = list(memory_frontier(self._searched()))
+        if self.recomputation is not None:
+            base = self.cost - self.residency_s
+            again = memory_frontier(self.recomputation, points=16, time_limit_s=3.0)
+            found += [(bytes_, base + seconds) for bytes_, seconds in again]
+        return undominated(found)
 
     def _searched(self) -> Problem:
         if self.problem is None:
@@ -192,6 +205,7 @@ class Plan:
             "search": {"name": self.search, "cost": self.cost, "bound": self.bound},
             "predicted": {
                 "step_s": self.step_s,
+                "recompute_s": self.recompute_s,
                 "peak_bytes": self.peak_bytes,
                 "memory": dict(self.memory),
                 "memory_limit_bytes": self.memory_limit_bytes,
@@ -199,7 +213,13 @@ class Plan:
                 "decisions": self.hash,
             },
             **sections,
+            "residency": self._residency_json(),
         }
+
+    def _residency_json(self) -> dict[str, str]:
+        """What happens to the values of the forward that the backward needs; what is not listed is kept, if needed."""
+        said = {entry.key: entry.residency for entry in self.entries if entry.residency}
+        return {text: said[members[0]] for text, members in fold_keys(said).items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:
@@ -227,11 +247,12 @@ class _Reader:
     def __init__(self, data: Any) -> None:
         if not isinstance(data, dict) or data.get("format") != "autopar plan":
             raise PlanFormatError('this is not a plan: no "format": "autopar plan"', fix="write one with plan.save")
-        if data.get("schema") != SCHEMA:
+        schema = data.get("schema")
+        if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
             raise PlanFormatError(
-                f"plan schema {data.get('schema')!r}, this version reads {SCHEMA}", fix="plan again with this version"
+                f"plan schema {schema!r}, this version reads 1 to {SCHEMA}", fix="plan again with this version"
             )
-        self.data = data
+        self.schema, self.data = schema, data
 
     def field(self, holder: Any, name: str, *kinds: type) -> Any:
         value = holder.get(name)
@@ -261,8 +282,9 @@ class _Reader:
             hardware=self.field(mesh, "hardware", str),
             search=self.field(search, "name", str),
             model_hash=self.field(self.data, "model", str),
-            entries=tuple(self.entries(len(shape))),
+            entries=self.with_residency(self.entries(len(shape))),
             step_s=self.number(predicted, "step_s"),
+            recompute_s=self.number(predicted, "recompute_s") if self.schema > 1 else 0.0,
             peak_bytes=int(self.number(predicted, "peak_bytes")),
             memory=self.memory(predicted),
             memory_limit_bytes=self.field(predicted, "memory_limit_bytes", int, type(None)),
@@ -290,6 +312,20 @@ class _Reader:
                         raise PlanFormatError(f"{key!r} is decided twice", where=f"{section}: {text}")
                     found[key] = self.entry(section, text, key, value, axes)
         return list(found.values())
+
+    def with_residency(self, entries: list[PlanEntry]) -> tuple[PlanEntry, ...]:
+        """The entries with what happens to their values; plans of schema 1 keep everything."""
+        said: dict[str, str] = {}
+        for text, value in self.field(self.data, "residency", dict).items() if self.schema > 1 else ():
+            if value not in RESIDENCIES:
+                raise PlanFormatError(
+                    f"{value!r} is no residency", where=f"residency: {text}", fix=f"write {' or '.join(RESIDENCIES)}"
+                )
+            said.update(dict.fromkeys(expand_key(text), value))
+        unknown = said.keys() - {entry.key for entry in entries if entry.kind in ("op", "parameter")}
+        if unknown:
+            raise PlanFormatError(f"{sorted(unknown)[0]!r} is no op or parameter of this plan", where="residency")
+        return tuple(replace(entry, residency=said.get(entry.key, "")) for entry in entries)
 
     def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
         try:

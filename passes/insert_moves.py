@@ -10,10 +10,12 @@ from torch import fx
 
 from autopar.passes.copy_graph import copy_graph
 from autopar.passes.moves import move
-from autopar.passes.storages import view_root
-from autopar.sharding.assignment import Assignment, is_getitem
-from autopar.sharding.layout import Layout, format_layout
+from autopar.passes.storages import view_base, view_root
+from autopar.sharding.assignment import OWN_STRATEGY, Assignment, is_getitem
+from autopar.sharding.layout import REPLICATE, Layout, format_layout, replicated
 from autopar.sharding.reshard import effective_layout, moves_once
+from autopar.sharding.rule import Rule
+from autopar.sharding.strategies import Strategy
 
 INHERITED_META = ("stack_trace", "where", "nn_module_stack", "module", "phase")
 
@@ -24,7 +26,8 @@ def insert_moves(gm: fx.GraphModule, assignment: Assignment) -> fx.GraphModule:
     Invariant: each value keeps its meaning; only where it lives changes.
     Ensures: no edge disagrees with `assignment`, graph outputs included. Readers of one phase that need the same layout
     share one move, right before the first of them. A value that both phases gather is gathered in both; what the
-    forward has summed, cut or exchanged is saved so (`moves_once`), unless it is an input of the program.
+    forward has summed, cut or exchanged is saved so (`moves_once`), unless it is an input of the program; a parameter
+    that is `gathered_once` is saved as the forward has gathered it.
     """
     gm = copy_graph(gm)
     inserter = _Inserter(assignment)
@@ -70,6 +73,9 @@ class _Inserter:
         early = self.moves.get((value, goal, "forward"))
         if early is not None and view_root(value).op != "placeholder" and moves_once(source, target, mesh_shape):
             return early
+        gathered = self._as_gathered(value, goal, reader, before)
+        if gathered is not None:
+            return gathered
         key = (value, goal, reader.meta.get("phase", "forward"))
         if key not in self.moves:
             with value.graph.inserting_before(before):
@@ -78,6 +84,33 @@ class _Inserter:
             node.meta.update({"val": value.meta["val"], "pass": "insert_moves", "move": node.name})
             self.moves[key] = node
         return self.moves[key]
+
+    def _as_gathered(self, value: fx.Node, goal: Layout, reader: fx.Node, before: fx.Node) -> fx.Node | None:
+        """A parameter, or views of it, as views of the copy that the forward has gathered; None where there is none."""
+        is_late = reader.meta.get("phase") == "backward"
+        if not is_late or goal != replicated(len(goal)) or view_root(value).name not in self.assignment.gathered_once:
+            return None
+        views: list[fx.Node] = []
+        while (value, goal, "forward") not in self.moves:
+            base = view_base(value)
+            if base is None or is_getitem(value):
+                return None
+            views.append(value)
+            value = base
+        node = self.moves[value, goal, "forward"]
+        whole = Strategy((Rule((REPLICATE,), (REPLICATE,)),) * len(goal))
+        for view in reversed(views):
+            with view.graph.inserting_before(before):
+                node = view.graph.create_node("call_function", view.target, *_with_source(view, node))
+            node.meta.update(view.meta)
+            node.meta.update({OWN_STRATEGY: whole, "phase": "backward", "pass": "insert_moves"})
+            self.moves[view, goal, "backward"] = node
+        return node
+
+
+def _with_source(view: fx.Node, source: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a view, of another value."""
+    return _map_nodes(view.args, lambda _: source), _map_nodes(view.kwargs, lambda _: source)
 
 
 def _after(node: fx.Node) -> fx.Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from autopar.capture.program import Program
 from autopar.planner.decisions import Decision, result_key
 from autopar.planner.prices import VIEWS, Prices
+from autopar.planner.residency import USUAL, Residency
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
@@ -34,9 +35,9 @@ class PlanningProblem:
     mesh_shape: tuple[int, ...]
     edge_arguments: tuple[int, ...]
 
-    def assignment(self, choice: Sequence[int], recomputed: Set[int] = frozenset()) -> Assignment:
-        """What the passes need of a choice; `recomputed`: the decisions whose values the backward computes again."""
-        return assignment_of(self.program, self.decisions, choice, self.mesh_shape, recomputed)
+    def assignment(self, choice: Sequence[int], residency: Residency = USUAL) -> Assignment:
+        """What the passes need of a choice."""
+        return assignment_of(self.program, self.decisions, choice, self.mesh_shape, residency)
 
     def restricted(self, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> Problem:
         """The problem with, for the decisions named, only some strategies allowed."""
@@ -55,9 +56,9 @@ def assignment_of(
     decisions: Sequence[Decision],
     choice: Sequence[int],
     mesh_shape: tuple[int, ...],
-    recomputed: Set[int] = frozenset(),
+    residency: Residency = USUAL,
 ) -> Assignment:
-    """The strategies of all nodes, the layouts of inputs and outputs, and what is recomputed, under a choice."""
+    """The strategies of all nodes, the layouts of inputs and outputs, and what becomes of values, under a choice."""
     strategies, inputs = {}, {}
     results: dict[str, Layout] = {}
     for decision, pick in zip(decisions, choice, strict=True):
@@ -69,8 +70,9 @@ def assignment_of(
         else:
             inputs[decision.node] = strategy.outputs[0]
     outputs = tuple(results.get(result_key(output)) for output in program.outputs)
-    again = frozenset(decisions[index].node for index in recomputed if decisions[index].kind == "op")
-    return Assignment(mesh_shape, strategies, inputs, outputs, again)
+    again = frozenset(decisions[index].node for index in residency.recomputed)
+    once = frozenset(decisions[index].node for index in residency.gathered_once)
+    return Assignment(mesh_shape, strategies, inputs, outputs, again, once)
 
 
 def build_problem(

@@ -14,13 +14,18 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError, PlanFormatError
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
+from autopar.planner.saved_values import late_decisions
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.sharding.strategies import Strategy
+
+RESIDENCIES = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """Everything whose name matches `pattern` (shell style) has `layout`: a parameter's, an input's, an op's output.
+
+    In place of a layout, `keep` or `recompute` says how the backward gets the values of ops of the forward.
 
     >>> Constraint("*.mlp.*.weight", "R,S0").layout
     'R,S0'
@@ -28,6 +33,10 @@ class Constraint:
 
     pattern: str
     layout: str
+
+    @property
+    def is_residency(self) -> bool:
+        return self.layout in RESIDENCIES
 
 
 def as_constraints(
@@ -57,6 +66,8 @@ def apply_constraints(
     """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet."""
     allowed: dict[int, npt.NDArray[np.bool_]] = {}
     for constraint in constraints:
+        if constraint.is_residency:
+            continue
         layout = _layout(constraint, len(planning.mesh_shape))
         matched = _matching(planning, constraint.pattern)
         for index in matched:
@@ -73,6 +84,28 @@ def apply_constraints(
         return planning
     problem = replace(planning.restricted(allowed), groups=_regrouped(planning, allowed))
     return replace(planning, problem=problem)
+
+
+def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...]) -> dict[int, str]:
+    """`keep` or `recompute` for pinned ops of the forward and parameters. Raises ConstraintError where none matches."""
+    pins: dict[int, str] = {}
+    late = late_decisions(planning.decisions) if any(item.is_residency for item in constraints) else []
+    for constraint in constraints:
+        if not constraint.is_residency:
+            continue
+        kinds = {index: planning.decisions[index].kind for index in _matching(planning, constraint.pattern)}
+        matched = [index for index, kind in kinds.items() if kind == "parameter" or (kind == "op" and not late[index])]
+        if not matched:
+            raise ConstraintError(
+                f"the constraint {constraint.pattern!r}: no op of the forward and no parameter to {constraint.layout}",
+                fix="use `module/op#0` as the plan prints them",
+            )
+        for index in matched:
+            if pins.setdefault(index, constraint.layout) != constraint.layout:
+                raise ConstraintError(
+                    f"two constraints disagree about {planning.decisions[index].key}", fix="remove one of them"
+                )
+    return pins
 
 
 def _layout(constraint: Constraint, axes: int) -> Layout:

@@ -1,8 +1,9 @@
-"""The experts' plans by name: `ddp`, `fsdp`, `megatron`, as choices of the same problem.
+"""The experts' plans by name: `ddp`, `zero2`, `fsdp`, `megatron`, as choices of the same problem.
 
-ddp: parameters replicated, the batch cut over all axes. fsdp: parameters stored in shards and gathered for use, the
-batch cut over all axes (Zhao et al., VLDB 2023). megatron: weights cut over the last axis (Shoeybi et al., 2019),
-the batch over the others; on that last axis the layout of each op is the best that the search finds.
+ddp: parameters replicated, the batch cut over all axes. fsdp: parameters stored in shards and gathered for every
+use, the batch cut over all axes (Zhao et al., VLDB 2023; ZeRO-3 of Rajbhandari et al., SC 2020). zero2: the same, but
+the copies that the forward gathers are kept for the backward. megatron: weights cut over the last axis (Shoeybi et
+al., 2019), the batch over the others; on that last axis the layout of each op is the best that the search finds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.planner.prices import VIEWS
 from autopar.search import FORBIDDEN, Problem, evaluate, solve
 from autopar.sharding.layout import Layout, replicated, shard_dim
 
-HAND_PLANS = ("ddp", "fsdp", "megatron")
+HAND_PLANS = ("ddp", "zero2", "fsdp", "megatron")
 Choice = tuple[int, ...]
 
 
@@ -30,7 +31,7 @@ def hand_plan(planning: PlanningProblem, name: str, *, time_limit_s: float, seed
     """The choice that the plan of that name makes. Raises PlanError where it does not apply."""
     if name == "megatron":
         return _megatron(planning, time_limit_s, seed)
-    return _follow_batch(planning, shard_parameters=name == "fsdp", batch_axes=len(planning.mesh_shape))
+    return _follow_batch(planning, shard_parameters=name in ("zero2", "fsdp"), batch_axes=len(planning.mesh_shape))
 
 
 def batch_size(decisions: Sequence[Decision]) -> int:

@@ -34,6 +34,7 @@ class Timeline:
     nodes: tuple[str, ...]
     bytes_by_kind: Mapping[Kind, tuple[int, ...]]
     backward_start: int  # index of the first node of the backward
+    born: tuple[int, ...]  # bytes that begin to live with each node
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -81,8 +82,11 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
     for life in lifetimes:
         changes[life.kind][life.first] += life.bytes
         changes[life.kind][life.last + 1] -= life.bytes
+    born = [0] * len(nodes)
+    for life in lifetimes:
+        born[life.first] += life.bytes
     by_kind = {kind: tuple(_running_sums(values[: len(nodes)])) for kind, values in changes.items()}
-    return Timeline(tuple(node.name for node in nodes), by_kind, start)
+    return Timeline(tuple(node.name for node in nodes), by_kind, start, tuple(born))
 
 
 def _running_sums(values: Sequence[int]) -> list[int]:

@@ -10,21 +10,35 @@ from functools import cached_property
 import numpy as np
 
 from autopar.capture.program import Program
-from autopar.errors import ConstraintError, InfeasibleProblemError, MemoryLimitError, PlanError
+from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, build_problem
-from autopar.planner.constraints import Constraint, apply_constraints
+from autopar.planner.constraints import Constraint, apply_constraints, residency_pins
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
+from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
-from autopar.planner.measure import plan_entries, predicted_memory, predicted_step_s, replicated_for_want_of_a_rule
+from autopar.planner.joint import joint_problem
+from autopar.planner.measure import (
+    Measured,
+    measured_program,
+    plan_entries,
+    predicted_step_s,
+    replicated_for_want_of_a_rule,
+)
 from autopar.planner.prices import Prices
+from autopar.planner.residency import USUAL, Residency
+from autopar.planner.shortfall import does_not_fit
 from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
 MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
+JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
+
+GATHERS = {"fsdp": "recompute", "zero2": "keep"}
+"""What hand plans do with the gathered copies of parameters between the phases."""
 
 Search = str | Callable[..., Solution]
 
@@ -98,14 +112,27 @@ class _Candidate:
     name: str
     step_s: float
     planning: PlanningProblem
+    residency: Residency = USUAL
+    residency_s: float = 0.0  # part of step_s: more than the usual residency takes
 
     @cached_property
-    def memory(self) -> Mapping[str, int]:
-        return predicted_memory(self.planning, self.choice)
+    def measured(self) -> Measured:
+        return measured_program(self.planning, self.choice, self.residency)
 
     @property
     def peak_bytes(self) -> int:
-        return sum(self.memory.values())
+        return self.measured.peak_bytes
+
+    @property
+    def fitted(self) -> Fitted:
+        return Fitted(self.residency, self.residency_s, self.measured)
+
+
+def _with_residency(candidate: _Candidate, residency: Residency, seconds: float) -> _Candidate:
+    extra = seconds - candidate.residency_s
+    solution = replace(candidate.solution, cost=candidate.solution.cost + extra)
+    step_s = candidate.step_s + extra
+    return replace(candidate, solution=solution, step_s=step_s, residency=residency, residency_s=seconds)
 
 
 @dataclass
@@ -114,6 +141,8 @@ class _Planner:
     mesh: Mesh
     options: Options
     candidates: list[_Candidate] = field(default_factory=list)
+    tried: set[tuple[tuple[int, ...], str]] = field(default_factory=set)  # choices and names that were made to fit
+    fastest: float = float("inf")  # seconds of the best plan that recomputes and fits
 
     def run(self) -> Planned:
         self.prices = Prices(self.mesh)
@@ -127,6 +156,7 @@ class _Planner:
             self._add(name, choice, self._checked(name, choice))
         else:
             self._search()
+        self._recompute()
         best = self._best()
         return self._planned(best)
 
@@ -152,8 +182,42 @@ class _Planner:
     def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
         seconds = predicted_step_s(self.planning, choice, self.prices)
         candidate = _Candidate(choice, solution, name, seconds, self.planning)
+        fit = self._fit(candidate)
+        candidate = _with_residency(candidate, fit.fastest, fit.seconds(fit.fastest))
         self.candidates.append(candidate)
         return candidate
+
+    def _fit(self, candidate: _Candidate) -> Fit:
+        pins = residency_pins(self.planning, self.options.constraints)
+        gathers = GATHERS.get(candidate.name)
+        if gathers is not None:
+            own = {index: gathers for index, item in enumerate(self.planning.decisions) if item.kind == "parameter"}
+            pins = own | pins
+        seconds = self.options.time_limit_s / 3
+        return Fit(self.planning, candidate.choice, self.prices, pins, candidate.residency, seconds, self.options.seed)
+
+    def _refitted(self, candidate: _Candidate, fitted: Fitted) -> _Candidate:
+        """The candidate with another residency, measured."""
+        fresh = _with_residency(candidate, fitted.residency, fitted.seconds)
+        fresh.__dict__["measured"] = fitted.measured
+        return fresh
+
+    def _recompute(self) -> None:
+        """Make candidates fit that are faster than any that fits as it is."""
+        for candidate in sorted(self.candidates, key=lambda item: item.step_s):
+            if candidate.step_s >= self.fastest or candidate.peak_bytes <= self.limit:
+                return
+            if (candidate.choice, candidate.name) not in self.tried:
+                self._fitted(candidate)
+
+    def _fitted(self, candidate: _Candidate) -> tuple[bool, int]:
+        """Add the candidate with as little recomputed as makes it fit; (whether it does, the least bytes found)."""
+        self.tried.add((candidate.choice, candidate.name))
+        fitted, thriftiest = self._fit(candidate).under(self.limit, candidate.fitted)
+        if fitted is not None:
+            self.candidates.append(self._refitted(candidate, fitted))
+            self.fastest = min(self.fastest, self.candidates[-1].step_s)
+        return fitted is not None, thriftiest.measured.peak_bytes
 
     def _search(self) -> None:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
@@ -164,6 +228,32 @@ class _Planner:
                 continue
             if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
                 self._add(name, choice, self._as_solution(name, choice))
+        free = self._solve(None)
+        if free is None or free.peak_bytes <= self.limit:
+            return
+        if not self._search_jointly():
+            self._search_tightened()
+
+    def _search_jointly(self) -> bool:
+        """Layouts and recomputation in one problem; whether what came of it fits."""
+        pins = residency_pins(self.planning, self.options.constraints)
+        joint = joint_problem(self.planning, pins, float(self.limit))
+        allowance = float(self.limit)
+        for _ in range(JOINT_ROUNDS if joint is not None else 0):
+            assert joint is not None
+            solution = self._solution(_with_limit(joint.problem, allowance), None)
+            if solution is None:
+                return False
+            choice = joint.choice(solution.choice)
+            name = self.options.search_name
+            fits, thriftiest = self._fitted(self._add(name, choice, self._as_solution(name, choice)))
+            if fits:
+                return True
+            allowance -= 1.05 * (thriftiest - self.limit)
+        return False
+
+    def _search_tightened(self) -> None:
+        """Layouts alone, under a limit that is tightened until the emitted program meets it."""
         allowance = float(self.limit)
         for _ in range(ROUNDS):
             candidate = self._solve(allowance)
@@ -177,7 +267,12 @@ class _Planner:
     def _solve(self, allowance: float | None) -> _Candidate | None:
         problem = _with_limit(self.planning.problem, allowance)
         starts = sorted((evaluate(problem, item.choice), item.choice) for item in self.candidates)
-        start = starts[0][1] if starts and np.isfinite(starts[0][0]) else None
+        solution = self._solution(problem, starts[0][1] if starts and np.isfinite(starts[0][0]) else None)
+        if solution is None:
+            return None
+        return self._add(self.options.search_name, solution.choice, solution)
+
+    def _solution(self, problem: Problem, start: Sequence[int] | None) -> Solution | None:
         try:
             solution = solve(
                 problem,
@@ -188,9 +283,7 @@ class _Planner:
             )
         except InfeasibleProblemError:
             return None
-        if not np.isfinite(solution.cost):
-            return None
-        return self._add(self.options.search_name, solution.choice, solution)
+        return solution if np.isfinite(solution.cost) else None
 
     def _best(self) -> _Candidate:
         """The fastest candidate that fits; memory is measured from the fastest on, until one does."""
@@ -200,14 +293,10 @@ class _Planner:
         if not self.candidates and self._solve(None) is None:  # for a message that says by how much
             raise PlanError("no layouts of this program fit together on this mesh", fix="use another mesh shape")
         thrifty = min(self.candidates, key=lambda item: item.peak_bytes)
-        short = thrifty.peak_bytes - self.limit
-        kinds = sorted(thrifty.memory.items(), key=lambda item: -item[1])[:3]
-        held = ", ".join(f"{kind} {_gigabytes(bytes_)}" for kind, bytes_ in kinds)
-        raise MemoryLimitError(
-            f"no plan found fits {_gigabytes(self.limit)} per rank: the thriftiest needs "
-            f"{_gigabytes(thrifty.peak_bytes)}, {_gigabytes(short)} too much ({held})",
-            fix="raise memory_limit_bytes, use more ranks, or a smaller batch",
-        )
+        thrifty = self._refitted(thrifty, self._fit(thrifty).thriftiest(thrifty.fitted))
+        if thrifty.peak_bytes <= self.limit:
+            return thrifty
+        raise does_not_fit(thrifty.measured.memory, self.limit, self.mesh.size)
 
     def _planned(self, best: _Candidate) -> Planned:
         others = {item.name: item.step_s for item in self.candidates}
@@ -218,25 +307,25 @@ class _Planner:
             hardware=self.mesh.profile.name,
             search=best.name,
             model_hash=program_hash(self.program),
-            entries=plan_entries(self.planning, best.choice, self.prices),
+            entries=plan_entries(self.planning, best.choice, self.prices, best.residency),
             step_s=best.step_s,
+            residency_s=best.residency_s,
+            recompute_s=self._fit(best).recompute_s(best.residency),
             peak_bytes=best.peak_bytes,
-            memory=best.memory,
+            memory=best.measured.memory,
             memory_limit_bytes=self.limit,
             optimizer=self.options.optimizer.name,
             cost=best.solution.cost,
-            bound=max(0.0, min([best.solution.cost, *searched[:1]])) if searched else 0.0,
+            bound=max(0.0, min([best.solution.cost, *searched[:1]]))
+            if searched and not best.residency.gathered_once
+            else 0.0,
             notes=replicated_for_want_of_a_rule(self.planning),
             alternatives=others,
             problem=self.planning.problem,
+            recomputation=self._fit(best).problem(best.fitted),
         )
-        return Planned(plan, best.choice, self.planning.assignment(best.choice), self.planning, best.solution)
-
-
-def _gigabytes(bytes_: float) -> str:
-    if bytes_ < 1e5:
-        return f"{bytes_:.0f} bytes"
-    return f"{bytes_ / 1e9:.3g} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.3g} MB"
+        assignment = self.planning.assignment(best.choice, best.residency)
+        return Planned(plan, best.choice, assignment, self.planning, best.solution)
 
 
 def _with_limit(problem: Problem, limit: float | None) -> Problem:
@@ -251,15 +340,23 @@ def _without_limit(problem: Problem) -> Problem:
 
 
 def price_choice(
-    program: Program, mesh: Mesh, options: Options, pick: Callable[[PlanningProblem], Sequence[int]], name: str
+    program: Program,
+    mesh: Mesh,
+    options: Options,
+    pick: Callable[[PlanningProblem], tuple[Sequence[int], Residency]],
+    name: str,
 ) -> Planned:
-    """The plan of a choice made elsewhere (a saved or edited plan), priced anew; its memory is not limited."""
+    """The plan of a choice made elsewhere (a saved or edited plan), priced anew; its memory is not limited.
+
+    `pick`: a choice, and what becomes of its values.
+    """
     planner = _Planner(program, mesh, options)
     planner.prices = Prices(mesh)
     planner.limit = options.limit(mesh)
     decisions = DecisionList(program, planner.prices, options.optimizer).build()
     planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
     planner.planning = apply_constraints(planning, options.constraints, None)
-    choice = tuple(pick(planner.planning))
-    best = planner._add(name, choice, planner._checked(name, choice))
+    picked, residency = pick(planner.planning)
+    best = planner._add(name, tuple(picked), planner._checked(name, tuple(picked)))
+    best = planner._refitted(best, planner._fit(best).measured(residency))
     return planner._planned(best)

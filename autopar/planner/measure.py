@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.pipeline import emit
+from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import MoveCost, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.liveness import predicted_timeline
+from autopar.planner.moves_again import MovesAgain
 from autopar.planner.prices import Prices
+from autopar.planner.residency import USUAL, Residency
+from autopar.planner.saved_values import SavedValues, late_decisions, moment
 from autopar.runtime.virtual_groups import virtual_group_name
+from autopar.sharding.assignment import RECOMPUTES
 from autopar.sharding.layout import Layout
 from autopar.sharding.registry import has_rule
 from autopar.sharding.reshard import moves_once, reshard_steps
@@ -26,21 +34,27 @@ def predicted_step_s(planning: PlanningProblem, choice: Sequence[int], prices: P
     )
 
 
-def _all_moves(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> list[tuple[MoveCost, ...]]:
+def _all_moves(
+    planning: PlanningProblem, choice: Sequence[int], prices: Prices, gathered_once: Set[int] = frozenset()
+) -> list[tuple[MoveCost, ...]]:
     """Per decision, the moves into it."""
-    moves = _Moves(planning, choice, prices)
+    moves = _Moves(planning, choice, prices, gathered_once)
     return [
         moves.into(index, decision.strategies[pick])
         for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True))
     ]
 
 
-def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> tuple[PlanEntry, ...]:
+def plan_entries(
+    planning: PlanningProblem, choice: Sequence[int], prices: Prices, residency: Residency = USUAL
+) -> tuple[PlanEntry, ...]:
     """One entry per parameter, input and op.
 
-    A gradient's moves are listed with its parameter, an output's with the op that makes it.
+    A gradient's moves are listed with its parameter, an output's with the op that makes it. What is recomputed says so,
+    and so does what is kept for the backward, small values aside.
     """
-    moves = _all_moves(planning, choice, prices)
+    kept = {index for index, value in SavedValues(planning.decisions).values.items() if value.direct}
+    moves = _all_moves(planning, choice, prices, residency.gathered_once)
     own = {decision.name: index for index, decision in enumerate(planning.decisions) if decision.kind == "parameter"}
     extra: dict[int, tuple[MoveCost, ...]] = {}
     for index, decision in enumerate(planning.decisions):
@@ -63,6 +77,7 @@ def plan_entries(planning: PlanningProblem, choice: Sequence[int], prices: Price
                 seconds=float(decision.seconds[pick]),
                 bytes=_output_bytes(decision, strategy, planning.mesh_shape),
                 moves=moves[index] + extra.get(index, ()),
+                residency=residency.of(index) or ("keep" if index in kept else ""),
             )
         )
     return tuple(entries)
@@ -76,8 +91,12 @@ def _output_bytes(decision: Decision, strategy: Strategy, mesh_shape: Sequence[i
 class _Moves:
     """Moves into a decision: each value to one layout once per phase, or once in all where `insert_moves` saves it."""
 
-    def __init__(self, planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> None:
+    def __init__(
+        self, planning: PlanningProblem, choice: Sequence[int], prices: Prices, gathered_once: Set[int]
+    ) -> None:
         self.planning, self.choice, self.prices = planning, choice, prices
+        self.gathers = MovesAgain(planning.decisions, choice, prices)
+        self.gathered_once = gathered_once
         self.done: set[tuple[int, int, Layout, str]] = set()
 
     def into(self, index: int, strategy: Strategy) -> tuple[MoveCost, ...]:
@@ -92,6 +111,8 @@ class _Moves:
 
     def _is_done(self, index: int, output: int, target: Layout, phase: str) -> bool:
         if (index, output, target, phase) in self.done:
+            return True
+        if phase == "backward" and self.gathers.is_gathered((index, output, target), self.gathered_once):
             return True
         producer = self.planning.decisions[index]
         source = producer.strategies[self.choice[index]].outputs[output]
@@ -116,10 +137,27 @@ def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeo
     return RankGeometry(mesh_shape, origin, names, device)
 
 
-def predicted_memory(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, int]:
-    """Bytes by kind at the peak of the emitted program of the rank at the origin."""
-    local = emit(planning.program, planning.assignment(choice), origin_geometry(planning.mesh_shape))
-    memory = dict(predicted_timeline(local).peak_by_kind())
+@dataclass(frozen=True)
+class Measured:
+    """What the emitted program of the rank at the origin holds: bytes by kind at its peak; and in all at each of its
+    nodes, and just before what the node makes, with the moment (`saved_values.moment`) to which the node belongs."""
+
+    memory: Mapping[str, int]
+    moments: npt.NDArray[np.int64]
+    totals: npt.NDArray[np.float64]
+    before: npt.NDArray[np.float64]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+def measured_program(planning: PlanningProblem, choice: Sequence[int], residency: Residency = USUAL) -> Measured:
+    """The memory of the emitted program under a choice."""
+    assignment = planning.assignment(choice, residency)
+    local = emit(planning.program, assignment, origin_geometry(planning.mesh_shape))
+    timeline = predicted_timeline(local)
+    memory = dict(timeline.peak_by_kind())
     state = 0
     for decision, pick in zip(planning.decisions, choice, strict=True):
         if decision.kind == "parameter":
@@ -127,7 +165,29 @@ def predicted_memory(planning: PlanningProblem, choice: Sequence[int]) -> dict[s
             state += int(decision.bytes[pick]) - held
     if state:
         memory["optimizer_state"] = state
-    return memory
+    totals = np.array(timeline.totals, dtype=np.float64) + state
+    return Measured(memory, _moments(planning, local), totals, totals - np.array(timeline.born))
+
+
+def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:
+    """Per emitted node, its moment; what belongs to no decision, such as a move, has that of the next one."""
+    late, count = late_decisions(planning.decisions), len(planning.decisions)
+    place = {decision.key: index for index, decision in enumerate(planning.decisions) if decision.kind == "op"}
+    phases = [gm.graph for gm in (local.forward, local.backward) if gm is not None]
+    nodes = [
+        (node, phase is not local.forward.graph) for phase in phases for node in phase.nodes if node.op != "output"
+    ]
+    time, current = count - 1, moment(count - 1, count, count)
+    found = []
+    for node, is_late in reversed(nodes):
+        own = place.get(node.meta.get("key")) if node.op == "call_function" else None
+        if own is not None and RECOMPUTES in node.meta:
+            current = min(current, moment(time, own, count))
+        elif own is not None and late[own] == is_late:
+            time = min(time, own)
+            current = min(current, moment(time, count, count))
+        found.append(current)
+    return np.array(found[::-1], dtype=np.int64)
 
 
 def replicated_for_want_of_a_rule(planning: PlanningProblem) -> tuple[str, ...]:

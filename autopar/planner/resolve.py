@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.errors import PlanError
 from autopar.plan import Plan, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.make import program_hash
+from autopar.planner.residency import Residency
+from autopar.planner.saved_values import SavedValues, late_decisions
 from autopar.sharding.layout import format_layout
 from autopar.sharding.strategies import Strategy
+
+
+def residency_of(decisions: Sequence[Decision], plan: Plan) -> Residency:
+    """What becomes of values under a plan. Raises PlanError where it recomputes what is no op of the forward."""
+    kept = {entry.key for entry in plan.entries if entry.residency == "keep" and entry.kind == "parameter"}
+    once = frozenset(index for index, item in enumerate(decisions) if item.kind == "parameter" and item.key in kept)
+    wanted = {entry.key for entry in plan.entries if entry.residency == "recompute" and entry.kind == "op"}
+    if not wanted:
+        return Residency(gathered_once=once)
+    late = late_decisions(decisions)
+    found = {index for index, decision in enumerate(decisions) if decision.key in wanted}
+    for index in sorted(found):
+        if late[index] or decisions[index].kind != "op":
+            raise PlanError(f"{decisions[index].key} cannot be recomputed", fix="name an op of the forward")
+    return Residency(SavedValues(decisions).closed(found), once)
 
 
 def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:

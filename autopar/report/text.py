@@ -52,9 +52,11 @@ def plan_text(plan: Plan) -> str:
 def _headline(plan: Plan) -> str:
     mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
     known = f", at most {plan.gap:.1%} above the best possible" if plan.bound > 0 else ""
+    again = f", recomputation {seconds_text(plan.recompute_s)}" if plan.recompute_s else ""
     return (
         f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh}, hardware {plan.hardware}\n"
-        f"predicted step {seconds_text(plan.step_s)} (communication {seconds_text(plan.communication_s)}){known}; "
+        f"predicted step {seconds_text(plan.step_s)} "
+        f"(communication {seconds_text(plan.communication_s)}{again}){known}; "
         f"peak memory {bytes_text(plan.peak_bytes)} per rank"
         + (f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else "")
         + f"\nplacements by mesh axis ({', '.join(plan.axis_names)}): S0 shards dim 0, R replicates, P is a partial sum"
@@ -150,6 +152,12 @@ def _costliest(plan: Plan) -> str:
 
 def _remarks(plan: Plan) -> list[str]:
     lines = []
+    again = {entry.key: "" for entry in plan.entries if entry.residency == "recompute"}
+    if again:
+        held = sum(entry.bytes for entry in plan.entries if entry.key in again)
+        names = list(fold_keys(again))
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        lines.append(f"recomputed in the backward rather than kept ({bytes_text(held)}): {shown}")
     if len(plan.alternatives) > 1:
         ranked = sorted(plan.alternatives.items(), key=lambda item: item[1])
         lines.append("plans compared: " + ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in ranked))
@@ -176,6 +184,10 @@ def explain_entries(plan: Plan, pattern: str) -> str:
             f"{bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
             for move in entry.moves
         )
+        if entry.residency == "recompute":
+            lines.append("  its value is recomputed in the backward")
+        elif entry.residency == "keep":
+            lines.append(f"  its {'gathered copy' if entry.kind == 'parameter' else 'value'} is kept for the backward")
         if entry.where:
             lines.append(f"  from {entry.where}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.search.evaluation import evaluate, violations
-from autopar.search.frontier import memory_frontier, peak_usage
+from autopar.search.frontier import memory_frontier, peak_usage, undominated
 from autopar.search.problem import FORBIDDEN, Problem, make_problem
 from autopar.search.registry import register, solve, strategy_names
 from autopar.search.solution import Solution
@@ -19,5 +19,6 @@ __all__ = [
     "register",
     "solve",
     "strategy_names",
+    "undominated",
     "violations",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,15 @@ def memory_frontier(
         if not np.isfinite(solution.cost):
             break
         peak = peak_usage(problem, solution.choice)
-        found = [point for point in found if point[1] < solution.cost] + [(round(peak), solution.cost)]
+        found.append((round(peak), solution.cost))
         limit = shrink * peak
-    return tuple(found)
+    return undominated(found)
+
+
+def undominated(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The points than which no other has both less usage and less cost, the roomiest first."""
+    kept: list[tuple[int, float]] = []
+    for usage, cost in sorted(set(points)):
+        if not kept or cost < kept[-1][1]:
+            kept.append((usage, cost))
+    return tuple(reversed(kept))

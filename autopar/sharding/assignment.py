@@ -13,6 +13,8 @@ from autopar.sharding.strategies import Strategy
 
 RECOMPUTES = "recomputes"
 """Under this key of its metadata a node of the backward names the op of the forward that it computes again."""
+OWN_STRATEGY = "strategy"
+"""Under this key a node that a pass has added, and no plan knows of, has its strategy."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,9 @@ class Assignment:
 
     `strategies`: for each call_function node except `operator.getitem` (which only names an output of its producer).
     `inputs`: layout of each placeholder. `outputs`: layout in which each element of the flat output tuple leaves;
-    None leaves it in the layout of its producer (a result kept sharded). `recomputed`: ops of the forward, by node name,
-    whose values are not saved for the backward but computed again there.
+    None leaves it in the layout of its producer (a result kept sharded). `recomputed`: ops of the forward, by node
+    name, whose values are not saved for the backward but computed again there. `gathered_once`: parameters, by node
+    name, that the backward reads as the forward has gathered them.
     """
 
     mesh_shape: tuple[int, ...]
@@ -30,10 +33,12 @@ class Assignment:
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout | None, ...]
     recomputed: Set[str] = frozenset()
+    gathered_once: Set[str] = frozenset()
 
     def strategy_of(self, node: fx.Node) -> Strategy:
-        """The strategy of an op; what is recomputed runs under that of its original."""
-        return self.strategies[node.meta.get(RECOMPUTES, node.name)]
+        """The strategy of an op; what is recomputed has that of its original, what a pass added its own."""
+        own: Strategy | None = node.meta.get(OWN_STRATEGY)
+        return own or self.strategies[node.meta.get(RECOMPUTES, node.name)]
 
     def layout_of(self, node: fx.Node) -> Layout:
         """The layout of the tensor that `node` stands for in the traced graph."""

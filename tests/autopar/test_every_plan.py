@@ -14,6 +14,7 @@ from autopar.mesh import Mesh
 from autopar.planner.build import build_problem
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.prices import Prices
+from autopar.planner.residency import Residency
 from autopar.runtime.virtual_run import run_virtual_step
 from autopar.verification import Values, compare, traced_values
 from tests.autopar.random_programs import BATCH, LAYERS, SEQUENCE, RandomModel, random_choice
@@ -29,8 +30,9 @@ def check(names: list[str], residual: bool, tied: bool, mesh_shape: tuple[int, .
     planning = build_problem(program, decisions, prices, usage_limit=None)
     chance = random.Random(seed)
     choice = random_choice(planning, chance)
-    recomputed = {index for index in range(len(decisions)) if chance.random() < 0.5}
-    run = run_virtual_step(model, program, planning.assignment(choice, recomputed), mesh_shape, args, {}, seed=3)
+    flipped = [(index, item.kind) for index, item in enumerate(decisions) if chance.random() < 0.5]
+    residency = Residency(*(frozenset(index for index, kind in flipped if kind == it) for it in ("op", "parameter")))
+    run = run_virtual_step(model, program, planning.assignment(choice, residency), mesh_shape, args, {}, seed=3)
     expected = traced_values(model, program, tensor_leaves(args, {}), 3)
     report = compare(Values(run.outputs, run.gradients, run.buffers), expected, reference="one device")
     assert report.ok, report.table

@@ -63,3 +63,16 @@ def test_megatron_cuts_the_first_weight_by_columns_and_the_second_by_rows() -> N
 def test_a_batch_that_does_not_divide_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="a batch of 6 does not divide over 4 ranks"):
         autopar.make_plan(block(), autopar.Mesh((4,)), example_inputs=torch.randn(6, 16), search="ddp")
+
+
+def test_zero2_keeps_for_the_backward_what_fsdp_gathers_again() -> None:
+    zero2, fsdp = planned("zero2", (4,)), planned("fsdp", (4,))
+    assert layouts(zero2) == layouts(fsdp) and zero2.hash != fsdp.hash
+    assert zero2.step_s < fsdp.step_s and zero2.peak_bytes > fsdp.peak_bytes
+    kept = {entry.key for entry in zero2.entries if entry.kind == "parameter" and entry.residency == "keep"}
+    assert kept == {"0.weight", "0.bias"}  # both phases read these themselves; of the others the backward reads views
+    assert {entry.key for entry in fsdp.entries if entry.residency == "recompute"} == {"1/t#0", "3/t#0"}
+    for plan in (zero2, fsdp):
+        again = autopar.Plan.from_json(plan.to_json())
+        report = autopar.verify(block(), (4,), example_inputs=torch.randn(8, 16), plan=again)
+        assert report.ok, report.table

@@ -1,0 +1,168 @@
+"""Layouts made to fit a memory limit by recomputing: the problem proposes, the emitted program is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import InfeasibleProblemError
+from autopar.planner.build import PlanningProblem
+from autopar.planner.measure import Measured, measured_program
+from autopar.planner.moves_again import MovesAgain
+from autopar.planner.prices import Prices
+from autopar.planner.recomputation import Recomputation, with_gathers
+from autopar.planner.residency import USUAL, Residency
+from autopar.planner.saved_values import SavedValues, is_view
+from autopar.search import Problem, solve
+
+Array = npt.NDArray[np.float64]
+ROUNDS = 6  # of solving and measuring
+LEVELS = 4  # narrow cuts of the forward before its own first reader at which a value may be recomputed
+GAP = 1e-3  # of the seconds spent on recomputing
+SLACK = 0.01  # of the limit: a plan that leaves less unused is not tried again
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What becomes of values, and what the emitted program then holds."""
+
+    residency: Residency
+    seconds: float  # that this takes more than the usual residency; less than none where copies are kept
+    measured: Measured
+
+
+@dataclass
+class Fit:
+    """Chooses what to recompute under one choice of layouts.
+
+    `pins`: decisions that are to be kept, or recomputed. `residency`: the one so far.
+    """
+
+    planning: PlanningProblem
+    choice: Sequence[int]
+    prices: Prices
+    pins: Mapping[int, str]
+    residency: Residency = USUAL
+    time_limit_s: float = 10.0
+    seed: int = 0
+
+    @cached_property
+    def saved(self) -> SavedValues:
+        """What there is to keep or to recompute."""
+        return SavedValues(self.planning.decisions, LEVELS, self.residency.recomputed | self.pins.keys())
+
+    @cached_property
+    def moves(self) -> MovesAgain:
+        """What there is to move again."""
+        return MovesAgain(self.planning.decisions, self.choice, self.prices)
+
+    @cached_property
+    def of(self) -> Recomputation:
+        """The search problem."""
+        decisions, shape = self.planning.decisions, self.planning.mesh_shape
+        return Recomputation(self.saved, decisions, self.choice, shape, self.moves, self.pins)
+
+    @property
+    def fastest(self) -> Residency:
+        """The residency where memory does not matter: nothing recomputed but what is pinned, copies kept."""
+        decisions = self.planning.decisions
+        again = {index for index, pin in self.pins.items() if pin == "recompute" and decisions[index].kind == "op"}
+        kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute"}
+        return with_gathers(Residency(self.saved.closed(again) if again else frozenset()), self.moves.gathers, kept)
+
+    def measured(self, residency: Residency) -> Fitted:
+        """What the emitted program then holds."""
+        return Fitted(residency, self.seconds(residency), measured_program(self.planning, self.choice, residency))
+
+    def seconds(self, residency: Residency) -> float:
+        """Seconds that a residency takes more than the usual one, moves included."""
+        if residency == USUAL:
+            return 0.0
+        states = self.of.states(residency.recomputed) if residency.recomputed else {}
+        active = {index for index, state in states.items() if isinstance(state, int)}
+        again = sum(
+            float(self.planning.decisions[index].seconds[self.choice[index]])
+            for index in sorted(active)
+            if self.saved.values[index].is_read_forward
+        )
+        views = {index for index in residency.recomputed if is_view(self.planning.decisions[index])}
+        changed = Residency(frozenset(active | views), residency.gathered_once)
+        return again + self.moves.backward(changed) - self.moves.backward(USUAL)
+
+    def recompute_s(self, residency: Residency) -> float:
+        """Seconds spent on recomputing: over the same residency with nothing recomputed."""
+        kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(index, residency)}
+        same = with_gathers(USUAL, self.moves.gathers, kept)
+        return self.seconds(residency) - self.seconds(same) if residency != same else 0.0
+
+    def problem(self, fitted: Fitted) -> Problem:
+        """What recomputing under these layouts costs and holds, calibrated on a measured program; without a limit."""
+        return self.of.problem(np.maximum(self._constant(fitted), 0.0), None)[0]
+
+    def under(self, limit: int, start: Fitted, *, rounds: int = ROUNDS) -> tuple[Fitted | None, Fitted]:
+        """(The cheapest that was found to fit, the thriftiest that was found), begun from a measured program."""
+        best: Fitted | None = start if start.measured.peak_bytes <= limit else None
+        thriftiest, last = start, start
+        constant = self._constant(start)
+        seen = {start.residency}
+        for _ in range(rounds):
+            found = self._solved(constant, limit)
+            if found is None or found in seen:
+                break
+            seen.add(found)
+            last = self.measured(found)
+            thriftiest = min(thriftiest, last, key=lambda item: item.measured.peak_bytes)
+            fits = last.measured.peak_bytes <= limit
+            if fits and (best is None or last.seconds < best.seconds):
+                best = last
+            if fits and last.measured.peak_bytes >= (1 - SLACK) * limit:
+                break
+            fresh = self._constant(last)
+            constant = fresh if fits else np.maximum(constant, fresh)
+        return best, thriftiest
+
+    def thriftiest(self, start: Fitted) -> Fitted:
+        """The least memory that recomputing was found to lead to, by bisection of the limit."""
+        best = start
+        low, high = 0, start.measured.peak_bytes
+        for _ in range(8):
+            middle = (low + high) // 2
+            fitted, thrifty = self.under(middle, best, rounds=2)
+            best = min(best, thrifty, key=lambda item: item.measured.peak_bytes)
+            if fitted is None:
+                low = middle
+            high = min(high, best.measured.peak_bytes)
+            if high - low <= SLACK * high:
+                break
+        return best
+
+    def _constant(self, fitted: Fitted) -> Array:
+        """What the emitted program holds beside its saved values, [decision, 2]: while values are recomputed for a
+        decision (where none are, just before it runs), and while it runs."""
+        measured, count = fitted.measured, len(self.planning.decisions)
+        beside = measured.totals - self.of.held(fitted.residency, measured.moments)
+        time, step = np.divmod(measured.moments, count + 1)
+        constant = np.full((count, 2), -np.inf)
+        np.maximum.at(constant, (time, (step == count).astype(np.int64)), beside)
+        times, first = np.unique(time, return_index=True)
+        entering = measured.before[first] - self.of.held(fitted.residency, times * (count + 1))
+        constant[times, 0] = np.where(constant[times, 0] == -np.inf, entering, constant[times, 0])
+        for index in range(count):  # decisions without a node of their own
+            constant[index] = np.where(
+                constant[index] == -np.inf, constant[index - 1] if index else 0.0, constant[index]
+            )
+        return constant
+
+    def _solved(self, constant: Array, limit: float) -> Residency | None:
+        problem, states = self.of.problem(constant, limit)
+        try:
+            solution = solve(problem, time_limit_s=self.time_limit_s, seed=self.seed, gap=GAP)
+        except InfeasibleProblemError:
+            return None
+        if not np.isfinite(solution.cost):
+            return None
+        return self.of.residency(solution.choice, states)

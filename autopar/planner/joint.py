@@ -1,0 +1,168 @@
+"""Layouts and residency as one search problem: an op's strategy says how it is sharded and whether it is recomputed.
+
+Each saved value has its strategies times {keep, recompute} (and free, where only recomputation reads it). The edges
+carry both prices: of moving a value in the forward, and of moving it again for what is recomputed from it; a pair in
+which a value is recomputed from one that is free is forbidden. Followers hold the value in the gap between the
+phases, and from its first reader in the backward on. Layers of one kind share both decisions here; `Fit` then lets
+every layer keep or recompute for itself under the layouts that were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.build import PlanningProblem
+from autopar.planner.recomputation import is_there, states_of
+from autopar.planner.saved_values import FREE, KEEP, SavedValue, SavedValues, State, is_view, moment, roots_of
+from autopar.search import FORBIDDEN, Problem
+from autopar.sharding.layout import Layout, shard_dim
+
+Matrix = npt.NDArray[np.float64]
+MAX_PAIRS = 3_000_000  # of strategies on the different edges: more is not worth the time
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The problem, and per decision the states that multiply its strategies: label = strategy * states + state."""
+
+    problem: Problem
+    states: tuple[tuple[State, ...], ...]
+
+    def choice(self, picks: tuple[int, ...]) -> tuple[int, ...]:
+        """The strategies of the decisions under a choice of the problem."""
+        return tuple(pick // len(states) for pick, states in zip(picks, self.states, strict=False))
+
+
+def joint_problem(planning: PlanningProblem, pins: Mapping[int, str], limit: float) -> Joint | None:
+    """The joint problem under a limit in bytes; None where it would be too large (see MAX_PAIRS)."""
+    return _Builder(planning, pins).build(limit)
+
+
+class _Builder:
+    def __init__(self, planning: PlanningProblem, pins: Mapping[int, str]) -> None:
+        self.planning, self.base = planning, planning.problem
+        self.saved = SavedValues(planning.decisions, 0, frozenset(pins)).values
+        self.roots, self.count = roots_of(planning.decisions), len(planning.decisions)
+        none: tuple[State, ...] = (KEEP,)
+        self.states = tuple(
+            states_of(self.saved[index], pins.get(index)) if index in self.saved else none
+            for index in range(len(planning.decisions))
+        )
+        self.costs: list[Matrix] = []
+        self.usages: list[Matrix] = []
+        self.intervals: list[tuple[int, int]] = []
+        self.edges: list[tuple[int, int]] = []
+        self.edge_costs: list[Matrix] = []
+        self.groups: list[object] = []
+        self.matrices: dict[object, Matrix] = {}
+
+    def build(self, limit: float) -> Joint | None:
+        if self._pairs() > MAX_PAIRS:
+            return None
+        for index in range(len(self.planning.decisions)):
+            self._add_decision(index)
+        for edge, (first, second) in enumerate(self.base.edges):
+            self._link(first, second, self._edge(edge, first, second))
+            self._add_presence(edge, first, second)
+        for index, value in self.saved.items():
+            self._add_pieces(index, value)
+        numbers: dict[object, int] = {}
+        problem = Problem(
+            tuple(self.costs), tuple(self.usages), tuple(self.intervals), tuple(self.edges), tuple(self.edge_costs),
+            limit, tuple(numbers.setdefault(group, len(numbers)) for group in self.groups),
+        )  # fmt: skip
+        return Joint(problem, self.states)
+
+    def _pairs(self) -> int:
+        found = {}
+        for matrix, (first, second) in zip(self.base.edge_costs, self.base.edges, strict=True):
+            sizes = len(self.states[first]), len(self.states[second])
+            found[id(matrix), sizes] = matrix.size * sizes[0] * sizes[1]
+        return sum(found.values())
+
+    def _kinds(self, index: int) -> tuple[str, ...]:
+        """The states, whenever they recompute: what members of a class must share."""
+        return tuple("recompute" if isinstance(state, int) else state for state in self.states[index])
+
+    def _add_decision(self, index: int) -> None:
+        value, states, costs = self.saved.get(index), self.states[index], self.base.costs[index]
+        again = np.array([isinstance(state, int) for state in states], dtype=np.float64)
+        if value is not None and not value.is_read_forward:
+            again *= 0.0
+        seconds = np.where(costs < FORBIDDEN, self.planning.decisions[index].seconds, 0.0)
+        low, high = self.base.intervals[index]
+        assert self.base.groups is not None
+        self.costs.append((costs[:, None] + seconds[:, None] * again[None, :]).reshape(-1))
+        self.usages.append(np.repeat(self.base.usages[index], len(states)))
+        end = moment(high, 0, self.count) if value is None else value.forward_end
+        self.intervals.append((moment(low, 0, self.count), end))
+        self.groups.append((self.base.groups[index], self._kinds(index)))
+
+    def _link(self, first: int, second: int, matrix: Matrix) -> None:
+        self.edges.append((first, second))
+        self.edge_costs.append(matrix)
+
+    def _edge(self, edge: int, first: int, second: int) -> Matrix:
+        """The move in the forward, and again for a reader that is recomputed."""
+        base, argument = self.base.edge_costs[edge], self.planning.edge_arguments[edge]
+        key = (id(base), self._kinds(first), self._kinds(second), argument, first in self.saved)
+        if key not in self.matrices:
+            sources, readers = self.states[first], self.states[second]
+            total = np.repeat(np.repeat(base, len(sources), axis=0), len(readers), axis=1).reshape(
+                len(base), len(sources), base.shape[1], len(readers)
+            )
+            recomputed = [place for place, state in enumerate(readers) if isinstance(state, int)]
+            if recomputed and argument >= 0:
+                total = total.copy()
+                kept = np.where(self._moves_once(first, second, argument), 0.0, base)
+                for place, state in enumerate(sources):
+                    repeated = kept if state == KEEP and not is_view(self.planning.decisions[first]) else base
+                    total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
+            self.matrices[key] = total.reshape(base.shape[0] * len(sources), -1)
+        return self.matrices[key]
+
+    def _moves_once(self, first: int, second: int, argument: int) -> npt.NDArray[np.bool_]:
+        """`moves_once` of every pair of strategies: what the forward has moved so is kept as it was moved."""
+        source = self.planning.decisions[second].sources[argument]
+        producer, reader = self.planning.decisions[first], self.planning.decisions[second]
+        before = np.array([self._ways(strategy.outputs[source.output]) for strategy in producer.strategies])
+        after = np.array([self._ways(strategy.inputs[argument]) for strategy in reader.strategies])
+        once: npt.NDArray[np.bool_] = after[None, :] >= before[:, None]
+        return once if producer.kind == "op" else np.zeros_like(once)
+
+    def _ways(self, layout: Layout) -> int:
+        pairs = zip(layout, self.planning.mesh_shape, strict=True)
+        return int(np.prod([ranks for placement, ranks in pairs if shard_dim(placement) is not None], initial=1))
+
+    def _add_presence(self, edge: int, first: int, second: int) -> None:
+        """Forbid recomputing a value whose source, under its views, is neither kept nor recomputed."""
+        root = self.roots[first]
+        if self.planning.edge_arguments[edge] < 0 or FREE not in self.states[root] or second not in self.saved:
+            return
+        sources, readers = self.states[root], self.states[second]
+        absent = [[not is_there(0 if isinstance(it, int) else it, reader) for reader in readers] for it in sources]
+        tiled = np.tile(np.array(absent), (len(self.base.costs[root]), len(self.base.costs[second])))
+        if root == first:
+            self.edge_costs[-1] = np.where(tiled, float(FORBIDDEN), self.edge_costs[-1])
+        else:
+            self._link(root, second, np.where(tiled, float(FORBIDDEN), 0.0))
+
+    def _add_pieces(self, index: int, value: SavedValue) -> None:
+        decision, states = self.planning.decisions[index], self.states[index]
+        picks = range(len(decision.strategies))
+        held = np.array([value.bytes(decision, pick, self.planning.mesh_shape) for pick in picks], dtype=np.float64)
+        levels = np.unique([0.0, *held])
+        for number, piece in enumerate(value.pieces(self.count)):
+            active = np.array([state in piece.states for state in states])
+            amounts = (held[:, None] * active[None, :]).reshape(-1)
+            if not amounts.any():
+                continue
+            self.costs.append(np.zeros(len(levels)))
+            self.usages.append(levels)
+            self.intervals.append((piece.start, piece.end))
+            self.groups.append((self.groups[index], "held", number, tuple(levels)))
+            self._link(index, len(self.costs) - 1, np.where(amounts[:, None] == levels[None, :], 0.0, float(FORBIDDEN)))

@@ -1,0 +1,184 @@
+"""What it costs to give recomputed ops their inputs in the backward: moves that the forward has made already."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.planner.decisions import Decision
+from autopar.planner.prices import Prices
+from autopar.planner.residency import Residency
+from autopar.planner.saved_values import is_view, late_decisions, roots_of
+from autopar.sharding.layout import Layout, replicated
+from autopar.sharding.reshard import moves_once, reshard_steps
+from autopar.sharding.strategies import local_bytes
+
+Value = tuple[int, int, Layout]
+"""A value in the layout in which it is read: decision, output, layout."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A parameter whose gathered copy the backward may read as the forward has it, or gather again.
+
+    Gathering again takes `seconds`; the copy's `bytes` are held from `end`, after its last reader in the forward, to
+    `start`, its first in the backward, if it is kept. `views`: ops of the forward on the copy, which are to be
+    recomputed for the backward to gather again. `is_direct`: the backward gathers by itself, unless `gathered_once`.
+    """
+
+    seconds: float
+    bytes: int
+    end: int
+    start: int
+    views: frozenset[int] = frozenset()
+    is_direct: bool = False
+
+    def is_kept(self, parameter: int, residency: Residency) -> bool:
+        """Whether a residency keeps the copy."""
+        return parameter in residency.gathered_once if self.is_direct else not self.views & residency.recomputed
+
+
+def _joined(parts: Sequence[Gather]) -> Gather:
+    """The gathers of one parameter, which are kept together or not."""
+    return Gather(
+        seconds=sum(part.seconds for part in parts),
+        bytes=sum(part.bytes for part in parts),
+        end=max(part.end for part in parts),
+        start=min(part.start for part in parts),
+        views=frozenset().union(*(part.views for part in parts)),
+        is_direct=any(part.is_direct for part in parts),
+    )
+
+
+@dataclass
+class MovesAgain:
+    """Seconds of moves under one choice of layouts. A value that the forward has moved once is read as it was moved,
+    if it is kept; what is gathered is gathered again (`moves_once`), and so is all that is moved of a recomputed value.
+    """
+
+    decisions: Sequence[Decision]
+    choice: Sequence[int]
+    prices: Prices
+    roots: list[int] = field(init=False)
+    late: list[bool] = field(init=False)
+    _seconds: dict[Value, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.roots, self.late = roots_of(self.decisions), late_decisions(self.decisions)
+        self.last_early: dict[Value, int] = {}  # what the forward reads: its last reader
+        self.first_late: dict[Value, int] = {}
+        for index, late in enumerate(self.late):
+            for value in self._read(index):
+                if late:
+                    self.first_late.setdefault(value, index)
+                else:
+                    self.last_early[value] = index
+
+    def always(self, reader: int, saved: Container[int]) -> float:
+        """Seconds of the moves into a recomputed op from what is no saved value: inputs of the program, small ones."""
+        return sum(self._cost(value, kept=True) for value in self._read(reader) if self.roots[value[0]] not in saved)
+
+    def between(self, root: int, reader: int) -> tuple[float, float]:
+        """Seconds of the moves of a saved value into a recomputed op: (if the value is kept, if it is recomputed)."""
+        values = [value for value in self._read(reader) if self.roots[value[0]] == root]
+        return sum(self._cost(value, kept=True) for value in values), sum(
+            self._cost(value, kept=False) for value in values
+        )
+
+    def to_backward(self, root: int) -> float:
+        """Seconds that the backward's own reads cost more when a saved value is recomputed: its moves are repeated."""
+        return sum(
+            self._cost(value, kept=False) - self._cost(value, kept=True) for value in self._read_late.get(root, ())
+        )
+
+    @cached_property
+    def _read_late(self) -> dict[int, dict[Value, None]]:
+        """By root, what the backward reads, in order."""
+        found: dict[int, dict[Value, None]] = {}
+        for value in self.first_late:
+            found.setdefault(self.roots[value[0]], {})[value] = None
+        return found
+
+    def backward(self, residency: Residency) -> float:
+        """Seconds of all moves of the backward, each value to each layout once."""
+        recomputed = residency.recomputed
+        readers = [index for index, late in enumerate(self.late) if late or index in recomputed]
+        values = dict.fromkeys(value for index in readers for value in self._read(index))
+        return sum(
+            self._cost(value, kept=self.roots[value[0]] not in recomputed)
+            for value in values
+            if not self.is_gathered(value, residency.gathered_once)
+        )
+
+    def is_gathered(self, value: Value, gathered_once: Container[int]) -> bool:
+        """Whether the backward's read of a whole parameter, or of a view of it, is served by the forward's copy."""
+        return self.roots[value[0]] in gathered_once and self._early_copy(value) is not None
+
+    def _early_copy(self, value: Value) -> Value | None:
+        index, output, target = value
+        if target != replicated(len(target)):
+            return None
+        while (index, output, target) not in self.last_early:
+            if not is_view(self.decisions[index]):
+                return None
+            index, output = self.decisions[index].sources[0].decision, self.decisions[index].sources[0].output
+        return index, output, target
+
+    @cached_property
+    def gathers(self) -> dict[int, Gather]:
+        """Per parameter that the backward reads whole: what keeping the forward's copy saves, and holds."""
+        parts: dict[int, list[Gather]] = {}
+        for root, values in self._read_late.items():
+            if self.decisions[root].kind == "parameter":
+                parts[root] = [*self._gathered_again(values), *self._gathered_below_views(values)]
+        return {root: _joined(found) for root, found in parts.items() if found}
+
+    def _gathered_again(self, values: Iterable[Value]) -> Iterator[Gather]:
+        """What the backward gathers though the forward has: with `gathered_once` it reads the forward's copy."""
+        for value in values:
+            seconds, copy = self._cost(value, kept=True), self._early_copy(value)
+            if seconds > 0 and copy is not None:
+                end, start = self.last_early[copy] + 1, self.first_late[value]
+                yield Gather(seconds, self._copy_bytes(copy), end, start, is_direct=True)
+
+    def _gathered_below_views(self, values: Iterable[Value]) -> Iterator[Gather]:
+        """Views that the forward takes of a gathered copy, and the backward reads: recomputed, they gather again."""
+        served: dict[Value, tuple[set[int], int]] = {}  # by what is gathered: the views above it, the first reader
+        for value in values:
+            index, chain = value[0], set[int]()
+            while is_view(self.decisions[index]) and not self.late[index]:
+                chain.add(index)
+                below = self._read(index)[0]
+                if self._cost(below, kept=False) > 0:
+                    views, start = served.get(below, (set(), self.first_late[value]))
+                    served[below] = views | chain, min(start, self.first_late[value])
+                index = below[0]
+        for below, (views, start) in served.items():
+            end = max([max(views), *(last for value, last in self.last_early.items() if value[0] in views)]) + 1
+            yield Gather(self._cost(below, kept=False), self._copy_bytes(below), end, start, frozenset(views))
+
+    def _copy_bytes(self, value: Value) -> int:
+        spec = self.decisions[value[0]].specs[value[1]]
+        assert spec is not None
+        return local_bytes(spec, value[2], self.prices.mesh.shape)
+
+    def _read(self, reader: int) -> list[Value]:
+        decision = self.decisions[reader]
+        targets = decision.strategies[self.choice[reader]].inputs
+        return [(it.decision, it.output, target) for it, target in zip(decision.sources, targets, strict=True)]
+
+    def _cost(self, value: Value, *, kept: bool) -> float:
+        index, output, target = value
+        producer = self.decisions[index]
+        layout, spec = producer.strategies[self.choice[index]].outputs[output], producer.specs[output]
+        mesh_shape = self.prices.mesh.shape
+        assert spec is not None
+        if layout == target:
+            return 0.0
+        if kept and producer.kind == "op" and value in self.last_early and moves_once(layout, target, mesh_shape):
+            return 0.0
+        if value not in self._seconds:
+            steps = reshard_steps(spec, layout, target, mesh_shape, self.prices.collective)
+            self._seconds[value] = sum(step.seconds for step in steps)
+        return self._seconds[value]

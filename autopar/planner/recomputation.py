@@ -1,0 +1,220 @@
+"""What to keep and what to recompute under fixed layouts, as a search problem: every layer for itself.
+
+A saved value is a node with the strategies keep, recompute (at one of several times) and, where the backward reads it
+only to recompute others, free. An edge forbids recomputing a value from one that is not there by then, and holds the
+price of moving it again. The formulation is that of Checkmate (Jain et al., MLSys 2020), in which a value is recomputed
+at most once, right before its first reader. What the rest of the program holds is constant, and known exactly: it is
+what the emitted program holds, less the saved values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.decisions import Decision
+from autopar.planner.moves_again import Gather, MovesAgain
+from autopar.planner.residency import Residency
+from autopar.planner.saved_values import FREE, KEEP, SavedValue, SavedValues, State, moment
+from autopar.search import FORBIDDEN, Problem
+
+Array = npt.NDArray[np.float64]
+
+
+def states_of(value: SavedValue, pin: str | None) -> tuple[State, ...]:
+    """The states of a saved value; a pin, `keep` or `recompute`, leaves only those that meet it."""
+    kept: tuple[State, ...] = (KEEP,) if value.direct else (FREE, KEEP)
+    if pin is not None:
+        return kept if pin == "keep" else value.starts
+    return (*kept, *value.starts)
+
+
+def is_there(source: State, reader: State, *, passing: bool = False) -> bool:
+    """Whether a source in its state is there when its reader is recomputed, or need not be.
+
+    A `passing` source is recomputed at the very time of its reader.
+    """
+    if not isinstance(reader, int):
+        return True
+    if isinstance(source, int):
+        return source == reader if passing else source <= reader
+    return source == KEEP
+
+
+def with_gathers(residency: Residency, gathers: Mapping[int, Gather], kept: Set[int]) -> Residency:
+    """A residency in which the copies of the parameters in `kept` are kept, and those of the others gathered again."""
+    once = {index for index in kept if gathers[index].is_direct}
+    views = [gather.views for index, gather in gathers.items() if index not in kept]
+    return Residency(residency.recomputed.union(*views), frozenset(once))
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The problem of one choice of layouts: what each saved value costs to recompute, and holds."""
+
+    saved: SavedValues
+    decisions: Sequence[Decision]
+    choice: Sequence[int]
+    mesh_shape: tuple[int, ...]
+    moves: MovesAgain
+    pins: Mapping[int, str]
+
+    def bytes(self, index: int) -> int:
+        """What a saved value holds."""
+        return self.saved.values[index].bytes(self.decisions[index], self.choice[index], self.mesh_shape)
+
+    def held(self, residency: Residency, moments: npt.NDArray[np.int64]) -> Array:
+        """Bytes of the saved values and gathered copies at some moments, from the end of their forward on."""
+        states, count = self.states(residency.recomputed), len(self.decisions)
+        changes: dict[int, float] = {}
+        for start, end, bytes_ in self._lives(states, residency, count):
+            changes[start] = changes.get(start, 0.0) + bytes_
+            changes[end] = changes.get(end, 0.0) - bytes_
+        times = np.array(sorted(changes), dtype=np.int64)
+        sums = np.concatenate([[0.0], np.cumsum([changes[time] for time in times.tolist()])])
+        held: Array = sums[np.searchsorted(times, moments, side="right")]
+        return held
+
+    def _lives(self, states: Mapping[int, State], residency: Residency, count: int) -> Iterator[tuple[int, int, float]]:
+        for index, gather in self.moves.gathers.items():
+            if gather.is_kept(index, residency):
+                yield moment(gather.end, 0, count), moment(max(gather.end, gather.start), 0, count), gather.bytes
+        for index, value in self.saved.values.items():
+            for piece in value.pieces(count):
+                if states[index] in piece.states:
+                    yield piece.start, piece.end, self.bytes(index)
+
+    def states(self, recomputed: Set[int]) -> dict[int, State]:
+        """The states that the emitted program has: each value is recomputed right before its first reader."""
+        states: dict[int, State] = {}
+        for index in sorted(self.saved.values, reverse=True):
+            value = self.saved.values[index]
+            reading = [states[reader] for reader in value.readers]
+            times = [state for state in reading if isinstance(state, int)] + list(value.starts[-1:] * value.direct)
+            if index not in recomputed:
+                states[index] = KEEP if times else FREE
+            else:
+                states[index] = value.nearest(min(times)) if times else FREE
+        return states
+
+    def residency(self, picks: Sequence[int], states: Sequence[tuple[State, ...]]) -> Residency:
+        """What a choice of the problem, whose first nodes are the saved values and then the gathers, stands for."""
+        picked = [options[pick] for options, pick in zip(states, picks, strict=False)]
+        count = len(self.saved.values)
+        recomputed = {index for index, state in zip(self.saved.values, picked, strict=False) if isinstance(state, int)}
+        kept = {index for index, state in zip(self.moves.gathers, picked[count:], strict=True) if state == KEEP}
+        return with_gathers(Residency(self.saved.closed(recomputed)), self.moves.gathers, kept)
+
+    def problem(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
+        """The problem under a limit in bytes, and each node's states.
+
+        `constant`: what else is held, [decision, 2]: while values are recomputed for a decision, and while it runs.
+        """
+        return _Builder(self).build(constant, limit)
+
+
+class _Builder:
+    def __init__(self, recomputation: Recomputation) -> None:
+        self.of, self.count = recomputation, len(recomputation.decisions)
+        self.costs: list[Array] = []
+        self.usages: list[Array] = []
+        self.intervals: list[tuple[int, int]] = []
+        self.edges: list[tuple[int, int]] = []
+        self.edge_costs: list[Array] = []
+
+    def build(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
+        values = self.of.saved.values
+        states = [states_of(value, self.of.pins.get(index)) for index, value in values.items()]
+        place = {index: node for node, index in enumerate(values)}
+        for value, options in zip(values.values(), states, strict=True):
+            self._add(self._seconds(value, options), np.zeros(len(options)), (0, 0))
+        states += [self._add_gather(gather, self.of.pins.get(index)) for index, gather in self.of.moves.gathers.items()]
+        for node, (index, value) in enumerate(values.items()):
+            for reader in value.readers:
+                matrix = self._edge(index, reader, states[node], states[place[reader]])
+                if matrix.any():
+                    self._link(node, place[reader], matrix)
+            self._add_pieces(node, value, states[node])
+        shift = max(0.0, -float(constant.min(initial=0.0)))
+        self._add_constant(constant + shift)
+        limit = None if limit is None else limit + shift
+        problem = Problem(
+            tuple(self.costs),
+            tuple(self.usages),
+            tuple(self.intervals),
+            tuple(self.edges),
+            tuple(self.edge_costs),
+            limit,
+        )
+        return problem, states
+
+    def _add(self, costs: Array, usages: Array, interval: tuple[int, int]) -> int:
+        self.costs.append(costs)
+        self.usages.append(usages)
+        self.intervals.append(interval)
+        return len(self.costs) - 1
+
+    def _link(self, first: int, second: int, matrix: Array) -> None:
+        self.edges.append((first, second))
+        self.edge_costs.append(matrix)
+
+    def _seconds(self, value: SavedValue, options: tuple[State, ...]) -> Array:
+        """What recomputing costs, with the moves of inputs that are there in any case."""
+        decision, pick = self.of.decisions[value.decision], self.of.choice[value.decision]
+        again = float(decision.seconds[pick]) if value.is_read_forward else 0.0
+        again += self.of.moves.always(value.decision, self.of.saved.values)
+        again += self.of.moves.to_backward(value.decision)
+        return np.array([again if isinstance(state, int) else 0.0 for state in options])
+
+    def _add_gather(self, gather: Gather, pin: str | None) -> tuple[State, ...]:
+        """A copy that is kept costs nothing in the backward."""
+        seconds, bytes_ = np.array([gather.seconds, 0.0]), np.array([0.0, float(gather.bytes)])
+        states: dict[str | None, tuple[State, ...]] = {"keep": (KEEP,), "recompute": (FREE,)}
+        options = states.get(pin, (FREE, KEEP))
+        picked = [(FREE, KEEP).index(state) for state in options]
+        self._add(seconds[picked], bytes_[picked], self._interval(gather))
+        return options
+
+    def _interval(self, gather: Gather) -> tuple[int, int]:
+        return moment(gather.end, 0, self.count), moment(max(gather.end, gather.start), 0, self.count)
+
+    def _edge(self, source: int, reader: int, sources: tuple[State, ...], readers: tuple[State, ...]) -> Array:
+        kept, again = self.of.moves.between(source, reader)
+        matrix = np.zeros((len(sources), len(readers)))
+        for row, state in enumerate(sources):
+            for column, reading in enumerate(readers):
+                if not is_there(state, reading, passing=self.of.saved.values[source].passing):
+                    matrix[row, column] = float(FORBIDDEN)
+                elif isinstance(reading, int):
+                    matrix[row, column] = kept if state == KEEP else again
+        return matrix
+
+    def _add_pieces(self, node: int, value: SavedValue, options: tuple[State, ...]) -> None:
+        """A follower per interval, which holds the value or does not."""
+        bytes_ = float(self.of.bytes(value.decision))
+        for piece in value.pieces(self.count):
+            held = np.array([state in piece.states for state in options])
+            if bytes_ and held.any():
+                follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))
+                pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)
+                self._link(node, follower, pairs)
+
+    def _add_constant(self, constant: Array) -> None:
+        """What else is held: the most between two times at which the saved values change."""
+        times = sorted(
+            {time for interval in self.intervals for time in interval} | {0, moment(self.count, 0, self.count)}
+        )
+        flat = constant.reshape(-1)
+        for start, end in pairwise(times):
+            most = float(flat[self._slot(start) : self._slot(end - 1) + 1].max())
+            if most > 0:
+                self._add(np.zeros(1), np.array([most]), (start, end))
+
+    def _slot(self, at: int) -> int:
+        """Where a moment stands in the flat `constant`."""
+        time, step = divmod(at, self.count + 1)
+        return 2 * time + (step == self.count)
