@@ -7,7 +7,7 @@
 True
 """
 
-from autopar import errors, search
+from autopar import errors, nn, search
 from autopar.api import compile, make_plan, run_virtual, verify
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -33,6 +33,7 @@ __all__ = [
     "compile",
     "errors",
     "make_plan",
+    "nn",
     "register_rule",
     "run_virtual",
     "search",

@@ -4,6 +4,6 @@ Each has a fake kernel, a sharding rule (`autopar/sharding/rules/custom.py`) and
 (`passes/local_forms/custom.py`).
 """
 
-from autopar.ops import attention, batch_norm, ctc, experts, grouped, random_bits, recurrent
+from autopar.ops import attention, balanced_assignment, batch_norm, ctc, experts, grouped, random_bits, recurrent
 
-__all__ = ["attention", "batch_norm", "ctc", "experts", "grouped", "random_bits", "recurrent"]
+__all__ = ["attention", "balanced_assignment", "batch_norm", "ctc", "experts", "grouped", "random_bits", "recurrent"]

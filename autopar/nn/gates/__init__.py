@@ -1,0 +1,1 @@
+"""Gates: which experts a token goes to, with which weight. One file per paper."""
