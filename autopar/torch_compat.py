@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "LazyGraphModule",
+    "TorchDispatchMode",
     "after_backward",
     "autograd_sequence_number",
     "below_functions",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -14,7 +17,7 @@ from autopar.torch_compat import FakeTensor
 
 @contextmanager
 def no_fakes_left(model: nn.Module) -> Iterator[None]:
-    """Put back what held a fake tensor: attributes that forward set, lists and dicts that it filled.
+    """Put back what held a fake tensor: attributes that forward set, lists and dicts that it filled, cached functions.
 
     Other attributes keep what forward set (a flag that hooks are installed belongs with the hooks).
     """
@@ -26,6 +29,31 @@ def no_fakes_left(model: nn.Module) -> Iterator[None]:
     finally:
         for module, held, copies in zip(modules, before, contents, strict=True):
             _put_back(vars(module), held, copies)
+        for function in _cached_functions(modules):
+            function.cache_clear()
+
+
+_CACHED = type(lru_cache(lambda: None))
+_DEPTH = 3  # of functions around a cached one, as decorators nest them
+
+
+def _cached_functions(modules: list[nn.Module]) -> Iterator[Any]:
+    """Functions under `functools.lru_cache` that a forward may call: of the modules, of their classes, beside these."""
+    kinds = {kind for module in modules for kind in type(module).__mro__ if kind.__module__.split(".")[0] != "torch"}
+    files = [sys.modules.get(name) for name in {kind.__module__ for kind in kinds}]
+    for holder in (*modules, *kinds, *files):
+        for value in list(vars(holder).values()) if holder is not None else []:
+            yield from _cached_in(value, _DEPTH)
+
+
+def _cached_in(value: Any, depth: int) -> Iterator[Any]:
+    """`value` if it is a cached function, and those in whose decorator's wrapper it lies."""
+    if isinstance(value, _CACHED):
+        yield value
+    function = getattr(value, "__func__", value)
+    for cell in getattr(function, "__closure__", None) or () if depth and isinstance(function, FunctionType) else ():
+        with suppress(ValueError):  # a cell that is empty yet
+            yield from _cached_in(cell.cell_contents, depth - 1)
 
 
 def _put_back(attributes: dict[str, Any], held: dict[str, Any], copies: dict[str, Any]) -> None:

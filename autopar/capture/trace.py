@@ -105,7 +105,8 @@ def _clean_errors() -> Iterator[None]:
         raise DataDependentError(
             f"the shape of {error.func} depends on data",
             where=raising_line(error.__traceback__),
-            fix="use a form of fixed shape there: a mask with torch.where, or topk",
+            fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens that "
+            "each was given: an implementation behind transformers' experts interface, which becomes one op",
         ) from error
     except Exception as error:
         raise CaptureError(
@@ -232,7 +233,11 @@ class _Trace:
         self.observer.watch_backward(roots)
         with torch.autocast(self.device.split(":")[0], enabled=False):
             gradients = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
-        found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
+        found = {}
+        for name, gradient in zip(wanted, gradients, strict=True):
+            parts = [item for item in (gradient, wanted[name].grad) if item is not None]
+            if parts:  # the second is what a backward of the user's own has put there by itself
+                found[name] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         _refuse_sparse(found)
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())

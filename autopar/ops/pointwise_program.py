@@ -191,7 +191,7 @@ def gradient_text(text: str, inputs: int, dtype: torch.dtype) -> str:
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
         *values, grad = tensors
-        leaves = [value.detach().requires_grad_(requires_grad=True) for value in values]
+        leaves = [value.detach().requires_grad_() for value in values]
         with torch.enable_grad():
             (result,) = program(*leaves)
         found = torch.autograd.grad(result, leaves, grad, allow_unused=True)

@@ -143,3 +143,34 @@ def test_a_tensor_that_forward_caches_is_not_left_fake() -> None:
     capture(model, (x,), {})
     assert model.cache is None
     assert type(model(x)) is Tensor
+
+
+class Recomputing(torch.autograd.Function):
+    """Runs a module again in its backward, which leaves the gradients of the module's weights in `.grad` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.module(x), grad)
+        return grad + x.grad, None
+
+
+def test_gradients_that_a_backward_of_the_users_own_accumulates_are_there() -> None:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        hidden = Recomputing.apply(self.enter(x), self.block)
+        return Recomputing.apply(hidden, self.block).square().mean() + self.block(x).mean()
+
+    torch.manual_seed(0)
+    model = Function(twice, enter=nn.Linear(8, 8), block=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    report = under_random_plans(model, torch.randn(4, 8))
+    assert report.ok, report.table
+    gradients = {item.name for item in report.comparisons if item.kind == "gradient"}
+    assert {"block.0.weight", "enter.weight"} <= gradients

@@ -103,7 +103,7 @@ def activation_of(module: Any, dtype: torch.dtype) -> str | None:
             return None
 
 
-class _ActivationWriter(Writer):
+class _ActivationWriter(Writer):  # type: ignore[no-untyped-call]
     """Knows the gates by their values in a sample whose elements all differ, however they are cut from it."""
 
     def __init__(self, module: Any, gates: int, dtype: torch.dtype) -> None:

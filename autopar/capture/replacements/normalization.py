@@ -1,4 +1,7 @@
-"""Batch norm and instance norm over their own input's statistics, in pieces that any sharding keeps global."""
+"""Batch norm and instance norm over their own input's statistics, in pieces that any sharding keeps global.
+
+Weight norm in ordinary ops: its kernel takes strided shards for contiguous ones.
+"""
 
 # Parameters are named, and pass flags, as those of the torch functions do.
 # ruff: noqa: A002, FBT001
@@ -182,9 +185,22 @@ def traceable_batch_norms(model: nn.Module) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
+def weight_norm_with_norms(draw: Draw, v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """(g v / |v|, |v|), a norm for each index of `dim`; for -1, one in all."""
+    reduced = [other for other in range(v.dim()) if other != dim]
+    norms = torch.linalg.vector_norm(v) if dim == -1 else torch.linalg.vector_norm(v, dim=reduced, keepdim=True)
+    return v * (g / norms), norms
+
+
+def weight_norm(draw: Draw, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return weight_norm_with_norms(draw, v, g, dim)[0]
+
+
 NORMALIZATION_REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     torch.batch_norm: aten_batch_norm,
     F.instance_norm: instance_norm,
     torch.instance_norm: aten_instance_norm,
+    torch._weight_norm: weight_norm,
+    torch._weight_norm_interface: weight_norm_with_norms,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -273,3 +274,44 @@ def test_an_output_that_is_no_tensor_is_left_out_and_says_so_when_it_is_used() -
     assert not hasattr(omitted, "anything")
     with pytest.raises(OmittedOutputError, match="'cache', a object, is not carried over"):
         omitted[0]  # type: ignore[index]
+
+
+def remembered(function: Any) -> Any:
+    """A cached function in a wrapper, as libraries decorate methods."""
+    cached = functools.lru_cache(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return cached(*args)
+
+    return wrapper
+
+
+@functools.lru_cache
+def ramp(size: int) -> torch.Tensor:
+    return torch.arange(size).float()
+
+
+class CachingFunctions(nn.Module):
+    """Tensors that are made once, behind caches of three kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.ones = functools.lru_cache(lambda size: torch.ones(size))
+
+    @staticmethod
+    @remembered
+    def shift(size: int) -> torch.Tensor:
+        return torch.linspace(0, 1, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-1]
+        return self.body(x) * ramp(size) + self.shift(size) * self.ones(size)
+
+
+def test_no_fake_tensor_stays_in_a_cached_function() -> None:
+    model, x = CachingFunctions(), torch.randn(3, 4)
+    capture(model, (x,), {})
+    expected = model.body(x) * torch.arange(4.0) + torch.linspace(0, 1, 4)
+    torch.testing.assert_close(model(x), expected)

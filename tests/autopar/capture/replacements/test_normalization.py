@@ -112,3 +112,19 @@ def test_the_model_is_left_as_it_was() -> None:
     with traceable_batch_norms(model):
         assert all("forward" in module.__dict__ for module in model)
     assert not any("forward" in module.__dict__ for module in model)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+def test_weight_norm_is_captured_in_ordinary_ops_whatever_its_dim(dim: int | None) -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)
+    program = assert_capture_matches_eager(model, (torch.randn(5, 4, 8),))
+    assert not any("weight_norm" in name for name in targets_of(program.graph_module))
+
+
+def test_gradients_of_weight_norm_are_those_of_pytorch() -> None:
+    v, g = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((6, 4, 3), (6, 1, 1)))
+    grad = torch.randn(6, 4, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(torch._weight_norm(v, g, 0), (v, g), grad)
+    with Intercepted():
+        actual = torch.autograd.grad(torch._weight_norm(v, g, 0), (v, g), grad)
+    torch.testing.assert_close(actual, expected)
