@@ -90,7 +90,7 @@ class Report:
 class Values:
     """Results of one training step, full tensors by name.
 
-    `computed_in`: by (field, name), the bf16 or fp16 through which a tensor of another dtype was computed.
+    `computed_in`: by (field, name), the least precise dtype through which a tensor was computed.
     """
 
     outputs: Mapping[str, torch.Tensor]
@@ -158,21 +158,39 @@ def is_random(program: Program) -> bool:
     return any(node.users for node in program.named_inputs(InputKind.SEED).values())
 
 
-def low_precision(program: Program) -> dict[tuple[str, str], torch.dtype]:
-    """By (field of `Values`, name): the bf16 or fp16 through which an output of the program was computed."""
+def computed_in(program: Program) -> dict[tuple[str, str], torch.dtype]:
+    """By (field of `Values`, name): the dtype to whose precision an output is known, where that is not its own.
+
+    It is the bf16 or fp16 through which it was computed, or the finest dtype of what the program is given.
+    """
+    finest = _finest_source(program)
     coarsest: dict[torch.fx.Node, torch.dtype] = {}
     for node in program.graph_module.graph.nodes:
         own = getattr(node.meta.get("val"), "dtype", None)
         found = [coarsest[source] for source in node.all_input_nodes if source in coarsest]
         found += [own] if own in (torch.bfloat16, torch.float16) else []
         if found:
-            coarsest[node] = max(found, key=lambda dtype: torch.finfo(dtype).eps)
+            coarsest[node] = max(found, key=_epsilon)
     results = program.graph_module.graph.output_node().args[0]
-    return {
-        (_FIELDS.get(output.kind, "outputs"), output.name): coarsest[node]
-        for output, node in zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
-        if node in coarsest and node.meta["val"].dtype.is_floating_point
-    }
+    known = {}
+    for output, node in zip(program.outputs, results, strict=True):  # type: ignore[arg-type]
+        own = node.meta["val"].dtype
+        if own.is_floating_point:
+            kind = max((own, coarsest.get(node, own), finest or own), key=_epsilon)
+            known[_FIELDS.get(output.kind, "outputs"), output.name] = kind
+    return known
+
+
+def _finest_source(program: Program) -> torch.dtype | None:
+    """Of the parameters, buffers and inputs that are floating-point numbers."""
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT)
+    nodes = [node for kind in kinds for node in program.named_inputs(kind).values()]
+    dtypes = {node.meta["val"].dtype for node in nodes}
+    return min((dtype for dtype in dtypes if dtype.is_floating_point), key=_epsilon, default=None)
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 _FIELDS = {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "buffers"}  # of Values; others are outputs
@@ -208,7 +226,7 @@ def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwar
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
     buffers = {name: item for name, item in run.buffers.items() if name in written}
     found = {output.name: item for output, item in zip(outputs, tensors, strict=True)}
-    return Values(found, gradients, buffers, low_precision(program))
+    return Values(found, gradients, buffers, computed_in(program))
 
 
 def _run_backward(program: Program, roots: Mapping[str, torch.Tensor]) -> None:
@@ -223,11 +241,19 @@ def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch
     """One step of the captured program in full, on one device: what random models are compared with."""
     values = program_values(model, program, inputs, seed, varied_tangents(program))
     with torch.no_grad():
-        results = program.graph_module(*(values[item.node] for item in program.inputs))
+        results = _Strided(program.graph_module).run(*(values[item.node] for item in program.inputs))
     found: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "gradients": {}, "buffers": {}}
     for output, value in zip(program.outputs, results, strict=True):
         found[_FIELDS.get(output.kind, "outputs")][output.name] = value
-    return Values(**found, computed_in=low_precision(program))
+    return Values(**found, computed_in=computed_in(program))
+
+
+class _Strided(torch.fx.Interpreter):
+    """Runs a program on tensors whose strides may differ from those of its fake ones: views then copy."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        aten = torch.ops.aten
+        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:

@@ -59,12 +59,15 @@ def sized(local: LocalCall) -> LocalValue:
 
 
 def reshape(local: LocalCall) -> LocalValue:
-    """A view of the shard; a copy first where its strides do not allow one."""
+    """A view of the shard; a copy first where its strides do not allow one.
+
+    As `reshape`: on a device, strides may differ from those that were foreseen, and then it copies.
+    """
     source: fx.Node = local.args[0]
     size = list(local.output_chunk()[1])
     if not _can_view(source, size):
         source = local.build.op(aten.clone.default, source, memory_format=torch.contiguous_format)
-    return local.build.op(aten.view.default, source, size)
+    return local.build.op(aten.reshape.default, source, size)
 
 
 def _can_view(source: fx.Node, size: list[int]) -> bool:

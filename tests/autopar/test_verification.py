@@ -93,3 +93,22 @@ def test_a_model_that_cannot_simply_be_copied_is_verified_and_left_alone(make: C
     )
     if isinstance(model, Counting):
         assert len(model.kept) == 1 and not hasattr(model, "last")
+
+
+class Widened(nn.Module):
+    """float32 weights, a result in float64: it is known to float32's precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).double().var(1)
+
+
+def test_a_result_is_not_held_to_more_digits_than_the_weights_have() -> None:
+    report = autopar.verify(Widened(), (2,), example_inputs=torch.randn(8, 64), search="megatron")
+    (output,) = (item for item in report.comparisons if item.kind == "output")
+    assert report.ok and output.tolerance == 1e-5 and output.relative_error > 1e-10
+    double = autopar.verify(Widened().double(), (2,), example_inputs=torch.randn(8, 64).double(), search="megatron")
+    assert double.ok and {item.tolerance for item in double.comparisons} == {1e-10}
