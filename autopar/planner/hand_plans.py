@@ -9,12 +9,13 @@ al., 2019), the batch over the others; on that last axis the layout of each op i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import InfeasibleProblemError, NotDivisibleError, PlanError
 from autopar.planner.build import TIED, PlanningProblem
@@ -25,6 +26,7 @@ from autopar.sharding.layout import Layout, replicated, shard_dim
 
 HAND_PLANS = ("ddp", "zero2", "fsdp", "megatron")
 Choice = tuple[int, ...]
+Mask = npt.NDArray[np.bool_]  # of a decision's strategies
 
 
 def hand_plan(planning: PlanningProblem, name: str, *, time_limit_s: float, seed: int) -> Choice:
@@ -136,6 +138,7 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
         index: _megatron_mask(decision, decision.strategies[pick].rules, axes)
         for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True))
     }
+    allowed = _Usable(planning, allowed).restricted()
     problem = _never_gathered(planning, planning.restricted(allowed))
     if not any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items()):
         raise PlanError("no weight can be cut over the last mesh axis", fix="use search='ilp'")
@@ -146,6 +149,54 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
     if not evaluate(problem, solution.choice) < FORBIDDEN:
         raise PlanError("no tensor-parallel layout keeps the batch where ddp has it", fix="use search='ilp'")
     return solution.choice
+
+
+@dataclass
+class _Usable:
+    """Which cuts of a weight every op that reads it can take: a recurrence takes none of its hidden weights."""
+
+    planning: PlanningProblem
+    allowed: Mapping[int, Mask]
+    known: dict[tuple[int, Placement], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.readers: list[list[tuple[int, int]]] = [[] for _ in self.planning.decisions]
+        edges = zip(self.planning.problem.edges, self.planning.edge_arguments, strict=True)
+        for (first, second), argument in edges:
+            if argument != TIED:
+                self.readers[first].append((second, argument))
+
+    def restricted(self) -> dict[int, Mask]:
+        """What is allowed, without cuts that a reader cannot take; a weight that has no other is left whole."""
+        result = dict(self.allowed)
+        for index, decision in enumerate(self.planning.decisions):
+            if _is_matrix(decision):
+                placements = [strategy.outputs[0][-1] for strategy in decision.strategies]
+                usable = np.array([self.takes(index, placement) for placement in placements], dtype=bool)
+                whole = np.array([shard_dim(placement) is None for placement in placements], dtype=bool)
+                cut = result[index] & usable
+                result[index] = cut if cut.any() else whole & self._as_elsewhere(index)
+        return result
+
+    def _as_elsewhere(self, index: int) -> Mask:
+        """The strategies that lie on the other axes as an allowed one does."""
+        layouts = [strategy.outputs[0][:-1] for strategy in self.planning.decisions[index].strategies]
+        wanted = {layout for layout, allowed in zip(layouts, self.allowed[index], strict=True) if allowed}
+        return np.array([layout in wanted for layout in layouts], dtype=bool)
+
+    def takes(self, index: int, placement: Placement) -> bool:
+        """Whether all that read a value, or a view of it, can do so where it has that placement on the last axis."""
+        key = (index, placement)
+        if key not in self.known:
+            self.known[key] = all(self._reads(reader, argument, placement) for reader, argument in self.readers[index])
+        return self.known[key]
+
+    def _reads(self, reader: int, argument: int, placement: Placement) -> bool:
+        decision = self.planning.decisions[reader]
+        is_view = decision.call is not None and decision.call.name in VIEWS
+        choices = zip(decision.strategies, self.allowed[reader], strict=True)
+        fitting = (item for item, allowed in choices if allowed and item.inputs[argument][-1] == placement)
+        return any(not is_view or self.takes(reader, item.outputs[0][-1]) for item in fitting)
 
 
 def _never_gathered(planning: PlanningProblem, problem: Problem) -> Problem:
@@ -175,10 +226,10 @@ def _is_matrix(decision: Decision) -> bool:
     return decision.kind == "parameter" and spec is not None and len(spec.shape) > 1
 
 
-def _megatron_mask(decision: Decision, base: Sequence[object], axes: int) -> npt.NDArray[np.bool_]:
+def _megatron_mask(decision: Decision, base: Sequence[object], axes: int) -> Mask:
     same = [tuple(strategy.rules[:-1]) == tuple(base[: axes - 1]) for strategy in decision.strategies]
     whole = [shard_dim(strategy.outputs[0][-1]) is None for strategy in decision.strategies]
-    mask: npt.NDArray[np.bool_] = np.array(same, dtype=bool)
+    mask: Mask = np.array(same, dtype=bool)
     if decision.kind in ("input", "tangent"):
         mask &= np.array(whole, dtype=bool)
     elif _is_matrix(decision) and np.any(mask > np.array(whole, dtype=bool)):

@@ -76,3 +76,24 @@ def test_zero2_keeps_for_the_backward_what_fsdp_gathers_again() -> None:
         again = autopar.Plan.from_json(plan.to_json())
         report = autopar.verify(block(), (4,), example_inputs=torch.randn(8, 16), plan=again)
         assert report.ok, report.table
+
+
+class Recurrent(nn.Module):
+    """A recurrence, which cuts the batch alone, between layers that can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.cell, self.down = nn.Linear(16, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.cell(self.up(x))[0])
+
+
+def test_megatron_leaves_whole_what_an_op_cannot_take_cut() -> None:
+    x = torch.randn(8, 5, 16)
+    plan = autopar.make_plan(Recurrent(), autopar.Mesh((2, 2)), example_inputs=x, search="megatron")
+    found = layouts(plan)
+    assert found["cell.weight_hh_l0"] == "R,R"
+    assert all("S" in found[f"{name}.weight"] for name in ("up", "down"))
+    report = autopar.verify(Recurrent(), autopar.Mesh((2, 2)), example_inputs=x, plan=plan)
+    assert report.ok, report.table
