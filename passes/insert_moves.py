@@ -97,6 +97,8 @@ class _Inserter:
                 return None
             views.append(value)
             value = base
+            while value.target is move:  # of the view's own input: the copy is whole, whatever layout the view had
+                value = value.args[0]  # type: ignore[assignment]
         node = self.moves[value, goal, "forward"]
         whole = Strategy((Rule((REPLICATE,), (REPLICATE,)),) * len(goal))
         for view in reversed(views):
