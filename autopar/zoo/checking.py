@@ -1,0 +1,153 @@
+"""One model under many meshes and plans: captured once, run on one device once, planned once per mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.api import SEED
+from autopar.arguments import call_arguments, make_options
+from autopar.capture.program import Program
+from autopar.capture.trace import capture, tensor_leaves
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.model_source import parse_mesh_shape
+from autopar.planner.build import PlanningProblem
+from autopar.planner.hand_plans import HAND_PLANS, hand_plan
+from autopar.planner.make import plan_program
+from autopar.runtime.virtual_run import run_virtual_step
+from autopar.verification import Report, Values, compare, eager_values, is_random, traced_values
+from autopar.zoo.models import TABLE, make
+from autopar.zoo.more import MORE, make_more
+from autopar.zoo.plain import PLAIN, make_plain
+
+HAND_PLAN_TIME_S = 30.0
+Make = Callable[[str], tuple[nn.Module, Any]]
+FAMILIES: Mapping[str, tuple[Mapping[str, Any], Make]] = {
+    "zoo": (TABLE, make),
+    "more": (MORE, make_more),
+    "plain": (PLAIN, make_plain),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One cell of the table."""
+
+    architecture: str
+    mesh: str
+    plan: str
+    verdict: str  # verified, refused or wrong
+    detail: str  # the worst relative error and its tensor, or why it was refused
+
+
+def names_of(family: str) -> list[str]:
+    """The models of a family."""
+    return list(FAMILIES[family][0])
+
+
+def make_model(name: str) -> tuple[nn.Module, Any]:
+    """(model in training mode, example inputs). Raises ModelSourceError for a name that no family has."""
+    for models, maker in FAMILIES.values():
+        if name in models:
+            return maker(name)
+    return make(name)  # raises, with the names of the zoo
+
+
+@dataclass
+class Specimen:
+    """A model, its program and what one device computes."""
+
+    name: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    program: Program
+    expected: Values
+    reference: str
+
+    def verify(self, planning: PlanningProblem, choice: Sequence[int]) -> Report:
+        """One choice on all ranks of its mesh."""
+        assignment, shape = planning.assignment(choice), planning.mesh_shape
+        run = run_virtual_step(self.model, self.program, assignment, shape, self.args, self.kwargs, seed=SEED)
+        return compare(Values(run.outputs, run.gradients, run.buffers), self.expected, reference=self.reference)
+
+
+def specimen(name: str) -> Specimen:
+    """Make, capture and run a model. Raises an AutoparError if it cannot be captured."""
+    model, inputs = make_model(name)
+    args, kwargs = call_arguments(inputs)
+    program = capture(model, args, kwargs)
+    if is_random(program):
+        expected = traced_values(model, program, tensor_leaves(args, kwargs), SEED)
+        return Specimen(name, model, args, kwargs, program, expected, "the captured program on one device")
+    expected = eager_values(model, program, args, kwargs)
+    return Specimen(name, model, args, kwargs, program, expected, "the model as PyTorch runs it")
+
+
+Cells = Mapping[str, Mapping[str, Sequence[str]]]  # by model, by mesh: plans
+
+
+def check_virtually(cells: Cells, *, hardware: str) -> Iterator[Outcome]:
+    """The outcome of every cell, all ranks in this process."""
+    for name, meshes in cells.items():
+        yield from _check(name, meshes, hardware)
+
+
+def _check(name: str, meshes: Mapping[str, Sequence[str]], hardware: str) -> Iterator[Outcome]:
+    try:
+        found = specimen(name)
+    except Exception as error:  # whatever a stage raises is the outcome of the cell
+        for mesh, plans in meshes.items():
+            yield from (Outcome(name, mesh, plan, *refusal(error)) for plan in plans)
+        return
+    for mesh, plans in meshes.items():
+        bench = _Bench(found, Mesh(parse_mesh_shape(mesh), hardware=hardware))
+        for plan in plans:
+            yield Outcome(name, mesh, plan, *bench.verdict(plan))
+
+
+@dataclass
+class _Bench:
+    """A specimen on one mesh; plans that make the same choice are run once."""
+
+    found: Specimen
+    mesh: Mesh
+    planning: PlanningProblem | None = None
+    known: dict[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
+
+    def verdict(self, plan: str) -> tuple[str, str]:
+        """(verified, refused or wrong; details)."""
+        try:
+            choice = self._choice(plan)
+            assert self.planning is not None
+            if choice not in self.known:
+                self.known[choice] = judged(self.found.verify(self.planning, choice))
+        except Exception as error:  # whatever a stage raises is the outcome of the cell
+            return refusal(error)
+        return self.known[choice]
+
+    def _choice(self, plan: str) -> tuple[int, ...]:
+        if self.planning is None or plan not in HAND_PLANS:
+            planned = plan_program(self.found.program, self.mesh, make_options(plan, None, None, ()))
+            self.planning = planned.planning
+            return planned.choice
+        free = replace(self.planning, problem=replace(self.planning.problem, usage_limit=None))
+        return tuple(hand_plan(free, plan, time_limit_s=HAND_PLAN_TIME_S, seed=SEED))
+
+
+def judged(report: Report) -> tuple[str, str]:
+    """(verdict, details) of what was compared."""
+    detail = f"{report.worst_relative_error:.1e} {report.worst_tensor}"
+    return ("verified" if report.ok else "wrong"), detail
+
+
+def refusal(error: Exception) -> tuple[str, str]:
+    """(verdict, details) of an error: one that is not of our own classes is a fault of ours."""
+    if not isinstance(error, AutoparError):
+        return "wrong", f"{type(error).__name__}: {error}"
+    where = f", at {error.where}" if error.where else ""
+    return "refused", f"{type(error).__name__}: {error.what}{where}"
