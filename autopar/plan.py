@@ -137,6 +137,18 @@ class Plan:
             found += [(bytes_, base + seconds) for bytes_, seconds in again]
         return undominated(found)
 
+    def frontier_table(self) -> str:
+        """The frontier as text: what each byte less costs."""
+        from autopar.report.frontier import frontier_table
+
+        return frontier_table(self.frontier)
+
+    def save_frontier(self, path: str | os.PathLike[str]) -> None:
+        """Write the frontier as a picture, in SVG."""
+        from autopar.report.frontier import frontier_svg
+
+        Path(path).write_text(frontier_svg(self.frontier) + "\n", encoding="utf-8")
+
     def _searched(self) -> Problem:
         if self.problem is None:
             raise PlanError("this plan was loaded, not searched: it has no problem", fix="ask a plan of make_plan")

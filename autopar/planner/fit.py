@@ -23,6 +23,7 @@ Array = npt.NDArray[np.float64]
 ROUNDS = 6  # of solving and measuring
 LEVELS = 4  # narrow cuts of the forward before its own first reader at which a value may be recomputed
 GAP = 1e-3  # of the seconds spent on recomputing
+BISECTIONS = 6  # in search of the least memory
 SLACK = 0.01  # of the limit: a plan that leaves less unused is not tried again
 
 
@@ -74,6 +75,14 @@ class Fit:
         kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute"}
         return with_gathers(Residency(self.saved.closed(again) if again else frozenset()), self.moves.gathers, kept)
 
+    @cached_property
+    def checkpointed(self) -> Residency:
+        """Only what crosses a narrow cut of the forward is kept: measured, it shows how little the rest may hold."""
+        pinned = {index for index, pin in self.pins.items() if pin == "keep"}
+        again = self.saved.values.keys() - self.saved.checkpoints - pinned
+        kept = self.moves.gathers.keys() & pinned
+        return with_gathers(Residency(self.saved.closed(again)), self.moves.gathers, kept)
+
     def measured(self, residency: Residency) -> Fitted:
         """What the emitted program then holds."""
         return Fitted(residency, self.seconds(residency), measured_program(self.planning, self.choice, residency))
@@ -111,7 +120,9 @@ class Fit:
         seen = {start.residency}
         for _ in range(rounds):
             found = self._solved(constant, limit)
-            if found is None or found in seen:
+            if found is None:
+                found = self.checkpointed
+            if found in seen:
                 break
             seen.add(found)
             last = self.measured(found)
@@ -122,14 +133,14 @@ class Fit:
             if fits and last.measured.peak_bytes >= (1 - SLACK) * limit:
                 break
             fresh = self._constant(last)
-            constant = fresh if fits else np.maximum(constant, fresh)
+            constant = fresh if fits or found == self.checkpointed else np.maximum(constant, fresh)
         return best, thriftiest
 
     def thriftiest(self, start: Fitted) -> Fitted:
         """The least memory that recomputing was found to lead to, by bisection of the limit."""
         best = start
         low, high = 0, start.measured.peak_bytes
-        for _ in range(8):
+        for _ in range(BISECTIONS):
             middle = (low + high) // 2
             fitted, thrifty = self.under(middle, best, rounds=2)
             best = min(best, thrifty, key=lambda item: item.measured.peak_bytes)

@@ -100,9 +100,12 @@ class SavedValues:
     levels: int = 0
     also: Set[int] = frozenset()
     values: dict[int, SavedValue] = field(init=False)
+    checkpoints: frozenset[int] = field(init=False)  # the values that cross a narrow cut of the forward
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _Finder(self.decisions, self.levels).found(self.also))
+        finder = _Finder(self.decisions, self.levels)
+        object.__setattr__(self, "values", finder.found(self.also))
+        object.__setattr__(self, "checkpoints", frozenset(finder.checkpoints))
 
     @cached_property
     def backward_start(self) -> int:
@@ -156,6 +159,7 @@ class _Finder:
         self.decisions, self.levels = decisions, levels
         self.late, self.roots = late_decisions(decisions), roots_of(decisions)
         count = len(decisions)
+        self.checkpoints: set[int] = set()
         self.early_readers: list[list[int]] = [[] for _ in range(count)]  # by root; views among them
         self.late_readers: list[list[int]] = [[] for _ in range(count)]
         self.outputs: list[dict[int, list[int]]] = [{} for _ in range(count)]  # by root and output: readers
@@ -216,6 +220,10 @@ class _Finder:
     def _matters(self, reading: list[int], needed: set[int]) -> bool:
         return any(reader in needed or is_view(self.decisions[reader]) for reader in reading)
 
+    def _keep_across(self, cut: int, large: list[int]) -> None:
+        ends = ((index, max([index, *self.early_readers[index]])) for index in large if index <= cut)
+        self.checkpoints.update(index for index, end in ends if end > cut)
+
     def _grid(self, large: list[int]) -> list[int]:
         """Times at which the backward crosses a narrow cut of the forward: it first needs a value from before it."""
         changes = np.zeros(len(self.decisions) + 1)
@@ -230,5 +238,6 @@ class _Finder:
         for place, bytes_ in enumerate(crossing):
             if bytes_ <= crossing[max(0, place - WINDOW) : place + WINDOW + 1].min():
                 found.add(int(first_before[place]))
+                self._keep_across(large[place], large)
         starts = [index for index, late in enumerate(self.late) if late][:1]
         return sorted({*found, *starts} - {len(self.decisions)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain, combinations
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from autopar.planner.make import Options, plan_program
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 
-BUDGETS = (0.6, 0.2, 0.0)  # of what lies between the least memory that is found and that of all kept
+BUDGETS = (0.5, 0.0)  # of what lies between the least memory that is found and that of all kept
 
 
 class Block(nn.Module):
@@ -154,7 +155,11 @@ def test_pins_force_what_is_kept_and_what_is_recomputed() -> None:
         autopar.make_plan(model, (1,), example_inputs=x, constraints={"input:*": "recompute"})
 
 
-def test_the_frontier_reaches_below_what_all_kept_needs() -> None:
+def test_the_frontier_reaches_below_what_all_kept_needs(tmp_path: Path) -> None:
     _, _, plan = limited()
     bytes_, seconds = zip(*plan.frontier, strict=True)
     assert min(bytes_) < plan.peak_bytes and list(seconds) == sorted(seconds)
+    assert len(plan.frontier_table().splitlines()) == len(plan.frontier) + 1
+    plan.save_frontier(tmp_path / "frontier.svg")
+    picture = ET.parse(tmp_path / "frontier.svg").getroot()
+    assert sum(item.tag.endswith("circle") for item in picture.iter()) == len(plan.frontier)
