@@ -1,0 +1,64 @@
+"""Layouts and recomputation in one problem: no worse than layouts alone, and the same where there is room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.trace import capture
+from autopar.errors import InfeasibleProblemError
+from autopar.mesh import Mesh
+from autopar.planner.build import PlanningProblem, build_problem
+from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
+from autopar.planner.joint import Joint, joint_problem
+from autopar.planner.prices import Prices
+from autopar.search import peak_usage, solve
+
+
+def planning_of(model: nn.Module, x: torch.Tensor) -> PlanningProblem:
+    program, prices = capture(model, (x,), {}), Prices(Mesh((2,), hardware="cpu"))
+    return build_problem(program, DecisionList(program, prices, NO_OPTIMIZER).build(), prices, usage_limit=None)
+
+
+@pytest.fixture(scope="module")
+def planning() -> PlanningProblem:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())]
+    return planning_of(nn.Sequential(*layers), torch.randn(256, 16))
+
+
+def joint_of(planning: PlanningProblem, limit: float) -> Joint:
+    joint = joint_problem(planning, {}, limit)
+    assert joint is not None
+    return joint
+
+
+def test_with_room_for_everything_nothing_is_recomputed(planning: PlanningProblem) -> None:
+    joint = joint_of(planning, 1e15)
+    found, layouts = solve(joint.problem), solve(planning.problem)
+    assert found.cost == pytest.approx(layouts.cost, rel=1e-12)
+    picks = found.choice[: len(planning.decisions)]
+    states = [states[pick % len(states)] for pick, states in zip(picks, joint.states, strict=True)]
+    assert not any(isinstance(state, int) for state in states)
+
+
+def test_under_a_limit_it_is_never_worse_than_layouts_alone(planning: PlanningProblem) -> None:
+    peak = peak_usage(planning.problem, solve(planning.problem).choice)
+    gained = 0
+    for fraction in (0.9, 0.75, 0.6):
+        found = solve(joint_of(planning, fraction * peak).problem, time_limit_s=10)
+        try:
+            alone = solve(replace(planning.problem, usage_limit=fraction * peak), time_limit_s=10).cost
+        except InfeasibleProblemError:
+            alone = float("inf")
+        assert found.cost <= alone * (1 + 1e-9)
+        gained += found.cost < 0.999 * alone
+    assert gained
+
+
+def test_pins_hold_in_the_joint_problem(planning: PlanningProblem) -> None:
+    gelu = next(index for index, item in enumerate(planning.decisions) if "addmm" in item.key and item.kind == "op")
+    joint = joint_problem(planning, {gelu: "recompute"}, 1e15)
+    assert joint is not None and all(isinstance(state, int) for state in joint.states[gelu])
