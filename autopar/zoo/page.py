@@ -15,7 +15,10 @@ from autopar.zoo.checking import FAMILIES, Outcome, names_of
 MARKS = {"verified": "✓", "refused": "refused", "wrong": "WRONG"}
 TITLES = {
     "zoo": ("The zoo", "Two layers each, as `autopar/zoo/models.py` has them."),
-    "more": ("Other architectures of transformers", "One layer or two, as `autopar/zoo/more.py` has them."),
+    "more": (
+        "Other architectures of transformers",
+        "One layer or two, as `autopar/zoo/more.py` has them; those of its `IN_DOUBLE` in float64.",
+    ),
     "plain": ("Plain PyTorch", "Models of kinds that people write, as `autopar/zoo/plain/` has them."),
 }
 INTRODUCTION = """# Which models work
