@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120.0
-PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "autopar.compiler"]  # slow imports, done once
+MODELS = ["bert", "gpt2", "llama", "resnet", "t5", "vit"]
+PRELOADED = [  # slow imports, done once
+    *("torch.distributed.tensor", "torch._dynamo", "autopar.compiler"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+]
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
