@@ -28,6 +28,7 @@ def add_commands(subparsers: Any) -> None:
     _add_planning(plan)
     plan.add_argument("-o", "--output", help="write the plan as JSON")
     plan.add_argument("--export-problem", metavar="FILE", help="write the search problem in the contest's JSON")
+    plan.add_argument("--trace", metavar="FILE", help="write the simulated step, for ui.perfetto.dev")
     plan.set_defaults(run=run_plan)
     check = subparsers.add_parser(
         "verify",
@@ -97,6 +98,8 @@ def run_plan(chosen: argparse.Namespace) -> int:
         plan.save(chosen.output)
     if chosen.export_problem:
         plan.export_problem(chosen.export_problem)
+    if chosen.trace:
+        plan.simulate().save_trace(chosen.trace)
     print(json.dumps(plan.to_json()) if chosen.json else plan)
     return 0
 

@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import expand_key, fold_keys
 from autopar.search import Problem, memory_frontier, undominated
@@ -67,9 +68,9 @@ def _texts(layouts: tuple[Layout, ...]) -> list[str]:
 class Plan:
     """What was chosen, what it costs, and how good it could be at best.
 
-    `step_s`: seconds of one training step on the profile's hardware, communication not hidden. `peak_bytes`: the most
-    bytes alive on one rank, everything counted in `memory`. `cost` and `bound`: the search's objective and its proven
-    lower bound, seconds.
+    `step_s`: seconds of one training step on the profile's hardware, as the simulator walks the emitted program.
+    `peak_bytes`: the most bytes alive on one rank, everything counted in `memory`. `cost` and `bound`: the search's
+    objective and its proven lower bound, seconds.
     """
 
     mesh_shape: tuple[int, ...]
@@ -90,11 +91,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     alternatives: Mapping[str, float] = field(
         default_factory=dict
-    )  # predicted seconds of the plans compared, memory aside
+    )  # predicted seconds of the plans compared, memory aside; simulated where they come close to the best
     version: str = __version__
     stages: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
+    step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
     recomputation: Problem | None = field(default=None, repr=False, compare=False)  # under these layouts; not saved
 
     def __post_init__(self) -> None:
@@ -136,6 +138,16 @@ class Plan:
             again = memory_frontier(self.recomputation, points=16, time_limit_s=3.0)
             found += [(bytes_, base + seconds) for bytes_, seconds in again]
         return undominated(found)
+
+    def simulate(self, *, rank_speeds: Sequence[float] = ()) -> Simulation:
+        """One step of the emitted program over compute and communication streams: see `Simulation.save_trace`.
+
+        `rank_speeds`: of stragglers, in rank order; 0.5 computes half as fast, ranks not listed at full speed.
+        Raises PlanError for a plan that was loaded: give it to make_plan with `plan=`, which emits it.
+        """
+        if self.step_ops is None:
+            raise PlanError("this plan was loaded, not emitted", fix="give it to make_plan or compile with plan=")
+        return self.step_ops.simulate(rank_speeds)
 
     def frontier_table(self) -> str:
         """The frontier as text: what each byte less costs."""

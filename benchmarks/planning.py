@@ -57,7 +57,7 @@ def measure(case: str) -> dict[str, Any]:
     from autopar.passes.pipeline import emit
     from autopar.planner.build import build_problem
     from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
-    from autopar.planner.measure import origin_geometry
+    from autopar.planner.node_prices import origin_geometry
     from autopar.planner.prices import Prices
     from autopar.search import solve
 

@@ -142,6 +142,7 @@ class HardwareProfile:
     protocols: tuple[Protocol, ...]
     rank_speeds: tuple[float, ...] = ()
     rank_memory_bytes: tuple[int, ...] = ()
+    overlap: float = 1.0  # the rate of compute on a rank while it communicates: 0 where nothing overlaps
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)  # of a calibration: price over measurement, by op
 
@@ -149,6 +150,7 @@ class HardwareProfile:
         object.__setattr__(self, "residuals", MappingProxyType(dict(self.residuals)))
         require(self.ranks_per_node >= 1, f"{self.name}: ranks_per_node is below 1")
         require(bool(self.protocols), f"{self.name}: no protocol")
+        require(0 <= self.overlap <= 1, f"{self.name}: overlap {self.overlap} is not in [0, 1]")
         require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
 
     def __hash__(self) -> int:

@@ -28,7 +28,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
     "report": {"folding", "sharding", "mesh", "cost_models"},
-    "plan": {"folding", "sharding", "mesh", "report", "search"},
+    "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models"},
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},

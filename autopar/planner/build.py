@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from autopar.capture.program import Program
 from autopar.planner.decisions import Decision, result_key
+from autopar.planner.overlap import NOTHING, Window, Windows, saved_seconds
 from autopar.planner.prices import VIEWS, Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.search import FORBIDDEN, Problem
@@ -38,6 +39,11 @@ class PlanningProblem:
     def assignment(self, choice: Sequence[int], residency: Residency = USUAL) -> Assignment:
         """What the passes need of a choice."""
         return assignment_of(self.program, self.decisions, choice, self.mesh_shape, residency)
+
+    def reads(self) -> Iterator[tuple[int, int, int, Matrix]]:
+        """(producer, reader, which input of the reader, cost matrix) of every edge that moves a value."""
+        edges = zip(self.problem.edges, self.edge_arguments, self.problem.edge_costs, strict=True)
+        return ((*ends, argument, matrix) for ends, argument, matrix in edges if argument != TIED)
 
     def restricted(self, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> Problem:
         """The problem with, for the decisions named, only some strategies allowed."""
@@ -118,36 +124,38 @@ def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:
 
 
 class _EdgeCosts:
-    """Cost matrices of moves, shared among edges of equal ends."""
+    """Cost matrices of moves, less what computation hides of them; shared among edges of equal ends and windows."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
-        self.known: dict[tuple[TensorSpec, tuple[Layout, ...], tuple[Layout, ...]], Matrix] = {}
-        self.outputs: dict[tuple[int, int], tuple[Layout, ...]] = {}
-        self.inputs: dict[tuple[int, int], tuple[Layout, ...]] = {}
-        self.by_ends: dict[tuple[int, int, int, int], Matrix] = {}
+        self.known: dict[tuple[TensorSpec, tuple[Layout, ...], tuple[Layout, ...], Window], Matrix] = {}
+        self.by_ends: dict[tuple[int, int, int, int, Window], Matrix] = {}
 
-    def matrix(self, producer: Decision, output: int, consumer: Decision, argument: int) -> Matrix:
-        ends = (id(producer.strategies), output, id(consumer.strategies), argument)
+    def matrix(self, producer: Decision, output: int, consumer: Decision, argument: int, window: Window) -> Matrix:
+        ends = (id(producer.strategies), output, id(consumer.strategies), argument, window)
         if ends not in self.by_ends:
             spec = producer.specs[output]
             assert spec is not None
             sources = tuple(strategy.outputs[output] for strategy in producer.strategies)
             targets = tuple(strategy.inputs[argument] for strategy in consumer.strategies)
-            self.by_ends[ends] = self._known(spec, sources, targets)
+            self.by_ends[ends] = self._known(spec, sources, targets, window)
         return self.by_ends[ends]
 
-    def _known(self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Matrix:
-        key = (spec, sources, targets)
+    def _known(
+        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], window: Window
+    ) -> Matrix:
+        key = (spec, sources, targets, window)
         if key not in self.known:
             seconds = reshard_seconds_matrix(spec, sources, targets, self.prices.mesh.shape, self.prices.collective)
+            if window != NOTHING:
+                seconds = seconds - saved_seconds(spec, sources, targets, self.prices, window)
             self.known[key] = np.where(np.isfinite(seconds), seconds, float(FORBIDDEN))
         return self.known[key]
 
 
 def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[int, int]], list[int], list[Matrix]]:
     """Endpoints, arguments and cost matrices of all edges."""
-    costs = _EdgeCosts(prices)
+    costs, windows = _EdgeCosts(prices), Windows(decisions, prices)
     edges: list[tuple[int, int]] = []
     arguments: list[int] = []
     matrices: list[Matrix] = []
@@ -156,7 +164,8 @@ def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[in
         for argument, source in enumerate(decision.sources):
             edges.append((source.decision, index))
             arguments.append(argument)
-            matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument))
+            window = windows.of(index, argument)
+            matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument, window))
         if decision.kind == "gradient" and decision.name in parameters:
             count = len(decision.strategies)
             edges.append((parameters[decision.name], index))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
 from autopar.planner.kinds import Kinds, owner
+from autopar.planner.node_prices import StrategyPrices
 from autopar.planner.prices import Prices
 from autopar.sharding.assignment import is_getitem
 from autopar.sharding.layout import REPLICATE, Layout, ranks_per_dim, replicated
@@ -81,6 +82,7 @@ class DecisionList:
         self._kinds = Kinds(
             [(node.meta["module"], node.meta["key"], self._calls[node.name]) for node in nodes if not is_getitem(node)]
         )
+        self._strategy_prices = StrategyPrices(prices)
 
     def build(self) -> tuple[Decision, ...]:
         inputs = {item.node: item for item in self.program.inputs}
@@ -141,7 +143,7 @@ class DecisionList:
         if call not in self._priced:
             strategies = strategies_of(call, rules_of(call), self.mesh_shape)
             held = np.array([self._output_bytes(call, strategy) for strategy in strategies], dtype=np.int64)
-            self._priced[call] = (strategies, self.prices.op(call, strategies), held)
+            self._priced[call] = (strategies, self._strategy_prices.seconds(call, strategies), held)
         strategies, seconds, held = self._priced[call]
         sources = tuple(self._at[source.name] for source in tensor_inputs(node))
         key = node.meta["key"]

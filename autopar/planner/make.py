@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.capture.program import Program
+from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -34,6 +35,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
 MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
+CLOSE = 1.05  # candidates foreseen up to this much above the fastest simulated one are simulated too
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
 
@@ -105,19 +107,34 @@ def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
 
 @dataclass
 class _Candidate:
-    """One choice; its memory is measured on the emitted program, and only when it is asked for."""
+    """One choice; memory and step time are those of the emitted program, and only found when they are asked for."""
 
     choice: tuple[int, ...]
     solution: Solution
     name: str
-    step_s: float
+    foreseen_s: float  # of the step, before anything is emitted
     planning: PlanningProblem
+    prices: Prices
+    optimizer: Optimizer
     residency: Residency = USUAL
-    residency_s: float = 0.0  # part of step_s: more than the usual residency takes
+    residency_s: float = 0.0  # part of foreseen_s: more than the usual residency takes
 
     @cached_property
     def measured(self) -> Measured:
         return measured_program(self.planning, self.choice, self.residency)
+
+    @cached_property
+    def step_ops(self) -> StepOps:
+        return self.measured.step_ops(self.prices, self.optimizer)
+
+    @cached_property
+    def step_s(self) -> float:
+        return self.step_ops.step_s
+
+    @property
+    def best_known_s(self) -> float:
+        """Seconds of the step as simulated, or as foreseen if it has not been."""
+        return self.step_s if "step_s" in self.__dict__ else self.foreseen_s
 
     @property
     def peak_bytes(self) -> int:
@@ -131,8 +148,8 @@ class _Candidate:
 def _with_residency(candidate: _Candidate, residency: Residency, seconds: float) -> _Candidate:
     extra = seconds - candidate.residency_s
     solution = replace(candidate.solution, cost=candidate.solution.cost + extra)
-    step_s = candidate.step_s + extra
-    return replace(candidate, solution=solution, step_s=step_s, residency=residency, residency_s=seconds)
+    foreseen_s = candidate.foreseen_s + extra
+    return replace(candidate, solution=solution, foreseen_s=foreseen_s, residency=residency, residency_s=seconds)
 
 
 @dataclass
@@ -142,7 +159,7 @@ class _Planner:
     options: Options
     candidates: list[_Candidate] = field(default_factory=list)
     tried: set[tuple[tuple[int, ...], str]] = field(default_factory=set)  # choices and names that were made to fit
-    fastest: float = float("inf")  # seconds of the best plan that recomputes and fits
+    fastest: float = float("inf")  # foreseen seconds of the best plan that recomputes and fits
 
     def run(self) -> Planned:
         self.prices = Prices(self.mesh)
@@ -181,7 +198,7 @@ class _Planner:
 
     def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
         seconds = predicted_step_s(self.planning, choice, self.prices)
-        candidate = _Candidate(choice, solution, name, seconds, self.planning)
+        candidate = _Candidate(choice, solution, name, seconds, self.planning, self.prices, self.options.optimizer)
         fit = self._fit(candidate)
         candidate = _with_residency(candidate, fit.fastest, fit.seconds(fit.fastest))
         self.candidates.append(candidate)
@@ -204,8 +221,8 @@ class _Planner:
 
     def _recompute(self) -> None:
         """Make candidates fit that are faster than any that fits as it is."""
-        for candidate in sorted(self.candidates, key=lambda item: item.step_s):
-            if candidate.step_s >= self.fastest or candidate.peak_bytes <= self.limit:
+        for candidate in sorted(self.candidates, key=lambda item: item.foreseen_s):
+            if candidate.foreseen_s >= self.fastest or candidate.peak_bytes <= self.limit:
                 return
             if (candidate.choice, candidate.name) not in self.tried:
                 self._fitted(candidate)
@@ -216,7 +233,7 @@ class _Planner:
         fitted, thriftiest = self._fit(candidate).under(self.limit, candidate.fitted)
         if fitted is not None:
             self.candidates.append(self._refitted(candidate, fitted))
-            self.fastest = min(self.fastest, self.candidates[-1].step_s)
+            self.fastest = min(self.fastest, self.candidates[-1].foreseen_s)
         return fitted is not None, thriftiest.measured.peak_bytes
 
     def _search(self) -> None:
@@ -286,10 +303,18 @@ class _Planner:
         return solution if np.isfinite(solution.cost) else None
 
     def _best(self) -> _Candidate:
-        """The fastest candidate that fits; memory is measured from the fastest on, until one does."""
-        for candidate in sorted(self.candidates, key=lambda item: item.step_s):
-            if candidate.peak_bytes <= self.limit:
-                return candidate
+        """The fastest that fits, by the simulator, of the candidates that are foreseen to come close to the best."""
+        fitting: dict[tuple[tuple[int, ...], Residency], _Candidate] = {}  # each program is emitted once
+        close_s = float("inf")
+        for candidate in sorted(self.candidates, key=lambda item: item.foreseen_s):
+            if candidate.foreseen_s > close_s:
+                break
+            program = candidate.choice, candidate.residency
+            if program not in fitting and candidate.peak_bytes <= self.limit:
+                fitting[program] = candidate
+                close_s = min(close_s, CLOSE * candidate.step_s)
+        if fitting:
+            return min(fitting.values(), key=lambda item: item.step_s)
         if not self.candidates and self._solve(None) is None:  # for a message that says by how much
             raise PlanError("no layouts of this program fit together on this mesh", fix="use another mesh shape")
         thrifty = min(self.candidates, key=lambda item: item.peak_bytes)
@@ -299,7 +324,7 @@ class _Planner:
         raise does_not_fit(thrifty.measured.memory, self.limit, self.mesh.size)
 
     def _planned(self, best: _Candidate) -> Planned:
-        others = {item.name: item.step_s for item in self.candidates}
+        others = {item.name: item.best_known_s for item in self.candidates}
         searched = [item.solution.bound for item in self.candidates if item.name == self.options.search_name]
         plan = Plan(
             mesh_shape=self.mesh.shape,
@@ -322,6 +347,7 @@ class _Planner:
             notes=replicated_for_want_of_a_rule(self.planning),
             alternatives=others,
             problem=self.planning.problem,
+            step_ops=best.step_ops,
             recomputation=self._fit(best).problem(best.fitted),
         )
         assignment = self.planning.assignment(best.choice, best.residency)

@@ -1,4 +1,4 @@
-"""What a choice costs: moves counted once where they are shared, and the exact memory of the emitted program."""
+"""What a choice costs: moves counted once where they are shared; memory and step time of the emitted program."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.passes.local_call import RankGeometry
+from autopar.cost_models.simulator import StepOps
 from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import MoveCost, PlanEntry
 from autopar.planner.build import PlanningProblem
-from autopar.planner.decisions import Decision
+from autopar.planner.decisions import Decision, Optimizer
+from autopar.planner.emitted_ops import emitted_ops
 from autopar.planner.liveness import predicted_timeline
 from autopar.planner.moves_again import MovesAgain
+from autopar.planner.node_prices import origin_geometry
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import SavedValues, late_decisions, moment
-from autopar.runtime.virtual_groups import virtual_group_name
 from autopar.sharding.assignment import RECOMPUTES
 from autopar.sharding.layout import Layout
 from autopar.sharding.registry import has_rule
@@ -27,11 +28,18 @@ from autopar.sharding.strategies import Strategy, local_bytes
 
 
 def predicted_step_s(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> float:
-    """Seconds of one step: every op, and every move once, on the largest rank."""
-    return sum(
-        float(decision.seconds[pick]) + sum(move.seconds for move in moves)
-        for decision, pick, moves in zip(planning.decisions, choice, _all_moves(planning, choice, prices), strict=True)
-    )
+    """Seconds of one step on the largest rank, before anything is emitted.
+
+    Every op, and every move once, less what the problem expects to hide of it.
+    """
+    decisions = planning.decisions
+    total = sum(float(costs[pick]) for costs, pick in zip(planning.problem.costs, choice, strict=True))
+    moves = _Moves(planning, choice, prices, frozenset())
+    for first, second, argument, matrix in planning.reads():
+        target = decisions[second].strategies[choice[second]].inputs[argument]
+        if moves.is_first(decisions[second], argument, target):
+            total += float(matrix[choice[first], choice[second]])
+    return total
 
 
 def _all_moves(
@@ -102,12 +110,19 @@ class _Moves:
     def into(self, index: int, strategy: Strategy) -> tuple[MoveCost, ...]:
         found: list[MoveCost] = []
         decision = self.planning.decisions[index]
-        for source, target in zip(decision.sources, strategy.inputs, strict=True):
-            key = (source.decision, source.output, target)
-            if not self._is_done(*key, decision.phase):
-                self.done.add((*key, decision.phase))
-                found.extend(self._steps(*key))
+        for argument, (source, target) in enumerate(zip(decision.sources, strategy.inputs, strict=True)):
+            if self.is_first(decision, argument, target):
+                found.extend(self._steps(source.decision, source.output, target))
         return tuple(found)
+
+    def is_first(self, decision: Decision, argument: int, target: Layout) -> bool:
+        """Whether this reader, in program order, is the first that needs its input in that layout."""
+        source = decision.sources[argument]
+        key = (source.decision, source.output, target)
+        if self._is_done(*key, decision.phase):
+            return False
+        self.done.add((*key, decision.phase))
+        return True
 
     def _is_done(self, index: int, output: int, target: Layout, phase: str) -> bool:
         if (index, output, target, phase) in self.done:
@@ -130,13 +145,6 @@ class _Moves:
         return [MoveCost(step.collective or "slice", step.axis, int(step.bytes), step.seconds) for step in steps]
 
 
-def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeometry:
-    """The rank at the origin, which holds the largest shards, in virtual groups."""
-    origin = (0,) * len(mesh_shape)
-    names = tuple(virtual_group_name(axis, origin, mesh_shape) for axis in range(len(mesh_shape)))
-    return RankGeometry(mesh_shape, origin, names, device)
-
-
 @dataclass(frozen=True)
 class Measured:
     """What the emitted program of the rank at the origin holds: bytes by kind at its peak; and in all at each of its
@@ -146,10 +154,18 @@ class Measured:
     moments: npt.NDArray[np.int64]
     totals: npt.NDArray[np.float64]
     before: npt.NDArray[np.float64]
+    local: LocalProgram
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.memory.values())
+
+    def step_ops(self, prices: Prices, optimizer: Optimizer) -> StepOps:
+        """The step of every rank, for the simulator."""
+        mesh = prices.mesh
+        return StepOps(
+            emitted_ops(self.local, prices, optimizer), mesh.shape, mesh.profile.rank_speeds, mesh.profile.overlap
+        )
 
 
 def measured_program(planning: PlanningProblem, choice: Sequence[int], residency: Residency = USUAL) -> Measured:
@@ -166,7 +182,7 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     if state:
         memory["optimizer_state"] = state
     totals = np.array(timeline.totals, dtype=np.float64) + state
-    return Measured(memory, _moments(planning, local), totals, totals - np.array(timeline.born))
+    return Measured(memory, _moments(planning, local), totals, totals - np.array(timeline.born), local)
 
 
 def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:

@@ -58,25 +58,52 @@ class Prices:
         return axis_links(self.mesh.profile, self.mesh.shape)
 
     def collective(self, kind: str, bytes_: float, axis: int) -> float:
-        """Seconds of one collective over `axis`; `bytes_` as in `collective_seconds`; a "slice" is a local copy."""
+        """Seconds of one step of a move over `axis`; `bytes_` as in `collective_seconds`.
+
+        A "slice" copies one rank's part, a "copy" all of `bytes_`.
+        """
         if self.mesh.shape[axis] == 1:
             return 0.0
-        if kind == "slice":
-            return float(memory_bound_seconds(self.device, 2.0 * bytes_ / self.mesh.shape[axis]))
+        if kind in ("slice", "copy"):
+            return self.copy(bytes_ / self.mesh.shape[axis] if kind == "slice" else bytes_)
         return float(collective_seconds(kind, bytes_, self.axes[axis]))  # type: ignore[arg-type]
 
     def op(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
-        """Seconds of one op under each strategy, on the largest shard, the form's own collectives included."""
+        """Seconds of one op under each strategy, on the largest shard, called as it stands."""
         if call.name in VIEWS:
             return np.zeros(len(strategies))
+        inputs, outputs = self._local_shapes(call, strategies)
+        return np.broadcast_to(self._compute(call, inputs, outputs), (len(strategies),)).astype(np.float64)
+
+    def moved_bytes(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
+        """Bytes that one op reads and writes under each strategy, on the largest shard."""
+        moved = _moved_bytes(call, *self._local_shapes(call, strategies))
+        return np.broadcast_to(moved, (len(strategies),)).astype(np.float64)
+
+    def _local_shapes(
+        self, call: OpCall, strategies: Sequence[Strategy]
+    ) -> tuple[list[Shapes | None], list[Shapes | None]]:
         inputs = [self._shapes(call.inputs, [strategy.inputs for strategy in strategies], index)
                   for index in range(len(call.inputs))]  # fmt: skip
         outputs = [self._shapes(call.outputs, [strategy.outputs for strategy in strategies], index)
                    for index in range(len(call.outputs))]  # fmt: skip
-        seconds = np.broadcast_to(self._compute(call, inputs, outputs), (len(strategies),)).astype(np.float64)
-        internal: Seconds = np.array([self._internal(call, strategy) for strategy in strategies])
-        total: Seconds = seconds + internal
-        return total
+        return inputs, outputs
+
+    def local_op(self, call: OpCall) -> float:
+        """Seconds of one op of an emitted graph: a call whose shapes are those of one rank's shards."""
+        if call.name in VIEWS:
+            return 0.0
+        inputs: list[Shapes | None] = [[spec.shape] for spec in call.inputs]
+        outputs = [None if spec is None else [spec.shape] for spec in call.outputs]
+        return float(np.asarray(self._compute(call, inputs, outputs)).reshape(-1)[0])
+
+    def kernel(self, moved_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes `moved_bytes` in all."""
+        return float(memory_bound_seconds(self.device, moved_bytes))
+
+    def copy(self, bytes_: float) -> float:
+        """Seconds to copy a tensor in device memory."""
+        return self.kernel(2.0 * bytes_)
 
     def _shapes(
         self, specs: Sequence[TensorSpec | None], layouts: Sequence[Sequence[Any]], index: int
@@ -87,15 +114,7 @@ class Prices:
         return [local_shape(spec.shape, per_strategy[index], self.mesh.shape) for per_strategy in layouts]
 
     def _compute(self, call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Any:
-        specs = list(zip(call.inputs, inputs, strict=True)) + list(zip(call.outputs, outputs, strict=True))
-        moved = sum(
-            (
-                _counts(shapes) * spec.dtype.itemsize
-                for spec, shapes in specs
-                if spec is not None and shapes is not None
-            ),
-            start=np.zeros(1),
-        )
+        moved = _moved_bytes(call, inputs, outputs)
         dtype = _dtype(call)
         work = _WORK.get(call.name)
         if work is not None and dtype.is_floating_point:
@@ -105,7 +124,8 @@ class Prices:
                 raise UnpricedError(f"{call.name}: {error.what}", where=error.where, fix=error.fix) from error
         return memory_bound_seconds(self.device, moved, str(dtype).removeprefix("torch."))
 
-    def _internal(self, call: OpCall, strategy: Strategy) -> float:
+    def internal(self, call: OpCall, strategy: Strategy) -> float:
+        """Seconds of the collectives inside a strategy's local forms."""
         total = 0.0
         for axis, rule in enumerate(strategy.rules):
             if rule.internal_bytes:
@@ -126,6 +146,14 @@ class Prices:
         """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
         value = optimizer_step_seconds(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
         return np.asarray(value, dtype=np.float64)
+
+
+def _moved_bytes(call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Seconds:
+    specs = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
+    counts = (
+        _counts(shapes) * spec.dtype.itemsize for spec, shapes in specs if spec is not None and shapes is not None
+    )
+    return sum(counts, start=np.zeros(1))
 
 
 def _dtype(call: OpCall) -> torch.dtype:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models.simulator import Kind, TimedOp, in_issue_order, simulate
+from autopar.cost_models.simulator import Kind, StepOps, TimedOp, in_issue_order, on_every_rank, simulate
 from autopar.errors import SimulationError
 
 KINDS: tuple[Kind, ...] = ("compute", "communication")
@@ -97,6 +97,68 @@ def test_a_straggler_slows_its_compute_and_whoever_waits_for_it() -> None:
     assert simulate(ops, rank_speeds=(1.0, 0.5)).step_s == 5.0
 
 
+OVERLAPPED = in_issue_order(
+    [("mm", 2.0, "compute", ()), ("sum", 3.0, "communication", (0,)), ("mm2", 2.0, "compute", ())]
+)
+
+
+@pytest.mark.parametrize(("overlap", "step_s"), [(1.0, 5.0), (0.5, 5.5), (0.0, 7.0)])
+def test_compute_slows_down_while_its_rank_communicates(overlap: float, step_s: float) -> None:
+    run = simulate(OVERLAPPED, overlap=overlap)
+    assert run.step_s == pytest.approx(step_s)
+    assert run.communication_s[0] == pytest.approx(3.0)
+
+
+@given(walks(), st.sampled_from([0.0, 0.3, 0.9]))
+def test_less_overlap_never_makes_a_step_longer_than_its_sum(ops: list[TimedOp], overlap: float) -> None:
+    slow, fast = simulate(ops, overlap=overlap).step_s, simulate(ops).step_s
+    assert slow <= sum(op.seconds for op in ops) + 1e-9
+    on_one_rank = {op.rank for op in ops} == {0}
+    assert not on_one_rank or slow >= fast - 1e-9
+
+
+def test_members_of_a_group_end_together_when_one_shares_its_link() -> None:
+    ops = [
+        TimedOp("sum", 2.0, "communication", 0, "tp", group="sum", link="a"),
+        TimedOp("sum", 2.0, "communication", 1, "tp", group="sum", link="b"),
+        TimedOp("other", 2.0, "communication", 1, "dp", link="b"),
+    ]
+    assert simulate(ops).ends_s.tolist() == [4.0, 4.0, 4.0]
+
+
+@st.composite
+def one_rank(draw: st.DrawFn) -> tuple[TimedOp, ...]:
+    """What a rank of a (2, 2) mesh runs: compute, and collectives that it issues in order and waits for."""
+    ops: list[TimedOp] = []
+    for index in range(draw(st.integers(1, 8))):
+        axis = draw(st.integers(-1, 1))
+        last = next((item for item in reversed(range(index)) if ops[item].axis < 0), None)
+        waited = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
+        after = tuple({*waited, *(() if last is None else (last,))})
+        kind: Kind = "compute" if axis < 0 else "communication"
+        stream, link = (kind, "") if axis < 0 else (f"axis {axis}", "inside")
+        ops.append(TimedOp(f"op{index}", draw(st.floats(0.1, 5)), kind, 0, stream, after, "", link, axis))
+    return tuple(ops)
+
+
+@given(one_rank(), st.lists(st.floats(0.2, 1), min_size=4, max_size=4), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_slowest_rank_decides_the_step(ops: tuple[TimedOp, ...], speeds: list[float], overlap: float) -> None:
+    step = StepOps(ops, (2, 2), tuple(speeds), overlap)
+    every = simulate(on_every_rank(ops, (2, 2)), rank_speeds=speeds, overlap=overlap)
+    assert step.step_s == pytest.approx(every.step_s, rel=1e-6)
+    assert set(step.simulate().compute_s) == ({0, 1, 2, 3} if len(set(speeds)) > 1 else {0})
+
+
+def test_speeds_that_cannot_be_are_refused() -> None:
+    step = StepOps(OVERLAPPED, (2,))
+    with pytest.raises(SimulationError, match="3 rank speeds for 2 ranks"):
+        step.simulate((1.0, 1.0, 1.0))
+    with pytest.raises(SimulationError, match="not above 0"):
+        step.simulate((1.0, 0.0))
+    with pytest.raises(SimulationError, match="overlap"):
+        simulate(OVERLAPPED, overlap=1.5)
+
+
 def test_a_circle_of_waits_is_an_error_that_names_an_op() -> None:
     with pytest.raises(SimulationError, match="waits forever"):
         simulate([TimedOp("a", 1.0, after=(1,)), TimedOp("b", 1.0, stream="other", after=(0,))])
@@ -106,9 +168,9 @@ def test_a_circle_of_waits_is_an_error_that_names_an_op() -> None:
 
 def test_the_chrome_trace_holds_every_op_once(tmp_path: Path) -> None:
     ops = in_issue_order([("mm", 2e-6, "compute", ()), ("sum", 1e-6, "communication", (0,))])
-    simulate(ops).write_chrome_trace(tmp_path / "trace.json")
+    simulate(ops).save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [
+    assert [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"] == [
         ("mm", 0.0, 2.0),
         ("sum", 2.0, pytest.approx(1.0)),
     ]

@@ -1,0 +1,78 @@
+"""The emitted graphs of one rank as timed ops for the simulator: every node priced in its local shapes.
+
+As PyTorch runs them: an op computes on the compute stream, in order; a collective is issued there, and runs on the
+stream of its mesh axis once what was issued before it is done; a wait holds the compute stream until it is complete.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import fx
+
+from autopar.capture.program import InputKind, OutputKind
+from autopar.cost_models.simulator import TimedOp
+from autopar.passes.collectives import is_collective, is_wait
+from autopar.passes.pipeline import LocalProgram
+from autopar.planner.decisions import Optimizer
+from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes
+from autopar.planner.prices import Prices
+
+COMPUTE = "compute"
+
+
+def emitted_ops(local: LocalProgram, prices: Prices, optimizer: Optimizer) -> tuple[TimedOp, ...]:
+    """One step of one rank: the forward's nodes, the backward's, and the optimizer's step, in issue order."""
+    walk = _Walk(local, prices)
+    for gm in (local.forward, local.backward):
+        for node in gm.graph.nodes if gm is not None else ():
+            walk.add(node)
+    walk.add_optimizer(optimizer)
+    return tuple(walk.ops)
+
+
+class _Walk:
+    def __init__(self, local: LocalProgram, prices: Prices) -> None:
+        self.local, self.prices = local, prices
+        self.ops: list[TimedOp] = []
+        self.last_compute: tuple[int, ...] = ()
+        self.waited: tuple[int, ...] = ()  # collectives that the compute stream has waited for since its last op
+        self.started: dict[fx.Node, int] = {}
+
+    def add(self, node: fx.Node) -> None:
+        if is_collective(node):
+            self._add_collective(node)
+        elif is_wait(node):
+            self.waited += tuple(self.started[source] for source in node.all_input_nodes if source in self.started)
+        elif computes(node):
+            self._compute(node.name, compute_seconds(node, self.prices), _detail(node))
+
+    def _compute(self, name: str, seconds: float, detail: str) -> None:
+        self.ops.append(TimedOp(name, seconds, "compute", 0, COMPUTE, self.waited, detail=detail))
+        self.last_compute, self.waited = (len(self.ops) - 1,), ()
+
+    def _add_collective(self, node: fx.Node) -> None:
+        call, detail = collective_call(node, self.local.geometry), _detail(node)
+        copied = copied_bytes(call)
+        if copied:
+            self._compute(f"{node.name}_copy", self.prices.copy(copied), detail)
+        seconds = self.prices.collective(call.kind, call.bytes_, call.axis)
+        stream = f"communication, axis {self.prices.mesh.axis_names[call.axis]}"
+        link = "link inside nodes" if self.prices.axes[call.axis].nodes == 1 else "link between nodes"
+        after, detail = self.last_compute + self.waited, f"{detail}; {call.bytes_} bytes"
+        self.started[node] = len(self.ops)
+        self.ops.append(TimedOp(node.name, seconds, "communication", 0, stream, after, "", link, call.axis, detail))
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """One op per parameter that is trained, on its shard."""
+        trained = {item.name for item in self.local.program.outputs if item.kind is OutputKind.GRADIENT}
+        names = {item.node: item.name for item in self.local.program.inputs if item.kind is InputKind.PARAMETER}
+        for node in self.local.forward.graph.nodes:
+            if node.op == "placeholder" and names.get(node.name) in trained:
+                held = np.array([node.meta["val"].nbytes], dtype=np.float64)
+                seconds = float(self.prices.optimizer(held, optimizer.state_copies)[0])
+                self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
+
+
+def _detail(node: fx.Node) -> str:
+    parts = (str(node.target), node.meta.get("module", ""), node.meta.get("where", ""))
+    return "; ".join(part for part in parts if part)
