@@ -65,6 +65,16 @@ class FakeCalls:
         with without_dispatch():
             return FakeTensor(self.mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
+    def alias(self, tensor: FakeTensor) -> FakeTensor:
+        """Another tensor of the same form on the same storage, outside of autograd."""
+        if not _is_plain(tensor):
+            with self.mode:
+                return tensor.detach()  # type: ignore[return-value]
+        offset = int(tensor.storage_offset())
+        form = _Result(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.fake_device, 0)
+        with without_dispatch():
+            return self._made(form, [tensor])
+
     def _remember(self, key: Hashable, value: Any, tensors: list[FakeTensor]) -> None:
         bases = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(tensors)}
         try:
@@ -95,7 +105,7 @@ def _key_of(
     if target._schema.is_mutable:
         return None
     try:
-        return target, _frozen(args, tensors), _frozen(kwargs, tensors)
+        return target, torch.get_default_dtype(), _frozen(args, tensors), _frozen(kwargs, tensors)
     except _Unknown:
         return None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -15,8 +16,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -30,20 +29,13 @@ __all__ = [
     "TorchDispatchMode",
     "after_backward",
     "autograd_sequence_number",
-    "below_functions",
-    "lazy_graph_modules",
-    "make_fx",
+    "below_torch_functions",
+    "is_implicit_composite",
     "outside_tracing",
     "set_dtensor_content",
-    "traced_node_count",
+    "without_autocast_cache",
     "without_dispatch",
 ]
-
-
-def traced_node_count() -> int:
-    """How many nodes the graph under trace has; 0 when nothing is traced."""
-    mode = get_proxy_mode()
-    return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def autograd_sequence_number() -> int:
@@ -58,21 +50,33 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
-def below_functions() -> AbstractContextManager[object]:
-    """Entered inside a tracer: torch-function modes see the calls of the program under trace, not those that tracing
-    makes for each op, which are twenty times as many."""
-    return _BelowFunctions()  # type: ignore[no-untyped-call]
+def below_torch_functions() -> AbstractContextManager[object]:
+    """Torch-function modes do not see the torch calls in here."""
+    guard: AbstractContextManager[object] = torch._C.DisableTorchFunction()
+    return guard
 
 
-class _BelowFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+@lru_cache(maxsize=4096)
+def is_implicit_composite(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Whether autograd runs other ops in the place of `op` on such a device.
+
+    Where autograd is left out, as in inference mode and functionalization, it comes through whole.
+    """
+    if not op._can_decompose():
+        return False
+    backend = torch._C._dispatch_key_for_device(device_type)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), backend)  # type: ignore[no-untyped-call]
 
 
-def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Graph modules that `make_fx` makes in here generate their code when it is first asked for."""
-    return _use_lazy_graph_module(True)
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast in here casts a parameter at each use: no cast outlives the run that made it."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from tests.source_tree import ROOT, imports, modules
 # Who may import whom, by room; a file of a folder is a room of its own where it stands lower or higher than the rest.
 # `errors` and `version` are for everyone, and a room may always import itself.
 FOR_EVERYONE = {"errors", "version"}
-FOUNDATION = {"source", "torch_compat", "fake_calls", "ops"}
+FOUNDATION = {"source", "torch_compat", "fake_calls", "collector", "ops"}
 VIRTUAL = {"runtime.virtual_groups", "runtime.lockstep"}  # ranks in one process: no graph, no plan
 ROOMS_BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "collector": set(),
     "version": set(),
     "cost_models": set(),  # numbers: bytes, ranks, links
     "search": set(),  # problems

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -171,12 +172,13 @@ def _rebuild(pure: fx.GraphModule, names: list[str]) -> fx.GraphModule:
 def _annotate(graph_module: fx.GraphModule) -> None:
     """Give every node its phase, module, user's line, and a key that survives renumbering."""
     seen: Counter[str] = Counter()
+    described = lru_cache(maxsize=None)(describe)
     for node in graph_module.graph.nodes:
         custom = node.meta.pop("custom", {})
         origin: Origin | None = custom.get("origin")
         phase = custom.get("phase") or _phase_of_inputs(node)
         module = origin.module if origin else ""
-        where = describe(*origin.where) if origin and origin.where else ""
+        where = described(*origin.where) if origin and origin.where else ""
         value = node.meta.get("val")
         node.meta.clear()
         node.meta.update(val=value, phase=phase, module=module, where=where, stack_trace=None)

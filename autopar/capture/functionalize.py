@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.traceback import preserve_node_meta
 
-from autopar.torch_compat import FakeTensorMode, lazy_graph_modules, make_fx
+from autopar.capture.recorder import Recorder
+from autopar.torch_compat import FakeTensorMode
 
 
 def mutates(node: fx.Node) -> bool:
@@ -26,11 +26,17 @@ def functionalize(graph_module: fx.GraphModule, mode: FakeTensorMode) -> tuple[f
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     values = [node.meta["val"].detach() for node in placeholders]
 
-    def run(*inputs: torch.Tensor) -> Any:
-        return fx.Interpreter(graph_module).run(*inputs, enable_io_processing=False)
+    recorder = Recorder(mode)
 
-    with mode, preserve_node_meta(), lazy_graph_modules():
-        pure = make_fx(torch.func.functionalize(run, remove="mutations"))(*values)
+    class Replay(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            recorder.meta = {"custom": n.meta["custom"]}
+            return super().run_node(n)
+
+    def run(*inputs: torch.Tensor) -> Any:
+        return Replay(graph_module).run(*inputs, enable_io_processing=False)
+
+    pure = recorder.record(torch.func.functionalize(run, remove="mutations"), values)
     fresh = [node for node in pure.graph.nodes if node.op == "placeholder"]
     names = {new: old.name for new, old in zip(fresh, placeholders, strict=True)}
     for new, old in zip(fresh, placeholders, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.source import calling_line
-from autopar.torch_compat import autograd_sequence_number, traced_node_count
+from autopar.torch_compat import autograd_sequence_number
 
 Where = tuple[str, int, str]
 Replace = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -60,11 +60,14 @@ def without_override_check(function: types.FunctionType) -> types.FunctionType |
 
 
 class Observer(TorchFunctionMode):
-    """Active while the joint program is traced. `replace` may answer a torch function call with another computation."""
+    """Active while the joint program is traced. `replace` may answer a torch function call with another computation.
 
-    def __init__(self, model: nn.Module, replace: Replace) -> None:
+    `nodes`: those recorded so far, which others append to.
+    """
+
+    def __init__(self, model: nn.Module, replace: Replace, nodes: Sequence[fx.Node]) -> None:
         super().__init__()
-        self._model, self._replace = model, replace
+        self._model, self._replace, self._nodes = model, replace, nodes
         self._modules: list[str] = [""]
         self._events: list[_Event] = []
         self._backward: list[tuple[int, int]] = []  # (first node, sequence number of the autograd node that ran)
@@ -73,7 +76,7 @@ class Observer(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":  # an attribute such as `shape`: no op
             return func(*args)
         kwargs = kwargs or {}
-        first = traced_node_count()
+        first = len(self._nodes)
         with self:  # what `replace` and Python-level functions call is seen as well
             result = self._replace(func, args, kwargs)
             inner = without_override_check(func) if isinstance(func, types.FunctionType) else None
@@ -81,7 +84,7 @@ class Observer(TorchFunctionMode):
                 result = inner(*args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
-        last = traced_node_count()
+        last = len(self._nodes)
         if last > first and func is not torch.autograd.grad:
             origin = Origin(self._modules[-1], calling_line())
             self._events.append(_Event(first, last, origin, autograd_sequence_number()))
@@ -119,7 +122,7 @@ class Observer(TorchFunctionMode):
                     pending.append(parent)
 
     def _ran(self, sequence: int, *_: object) -> None:
-        self._backward.append((traced_node_count(), sequence))
+        self._backward.append((len(self._nodes), sequence))
 
     def origins(self, nodes: list[fx.Node], boundary: int) -> list[Origin | None]:
         """Per node its origin: forward nodes by the function that made them, backward ones by their forward's."""

@@ -18,8 +18,10 @@ from autopar.capture.attributes import no_fakes_left
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
 from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputKind, Program, ProgramOutput
+from autopar.capture.recorder import Recorder
 from autopar.capture.replacements.experts import traceable_experts
 from autopar.capture.replacements.normalization import traceable_batch_norms
+from autopar.collector import collector_paused
 from autopar.errors import AutoparError, CaptureError, DataDependentError, MutatedInputError, NoParametersError
 from autopar.source import raising_line
 from autopar.torch_compat import (
@@ -27,11 +29,8 @@ from autopar.torch_compat import (
     DynamicOutputShapeException,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
-    below_functions,
-    lazy_graph_modules,
-    make_fx,
     outside_tracing,
-    traced_node_count,
+    without_autocast_cache,
 )
 
 Model = nn.Module | ExportedProgram
@@ -75,6 +74,7 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
+@collector_paused()
 def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: str = "cpu") -> Program:
     """The joint graph of `model(*args, **kwargs)` and of its backward, in full shapes; nothing is computed.
 
@@ -141,11 +141,13 @@ class _Trace:
     def run(self) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tensors = [*self.parameters.values(), *self.buffers.values(), *self.inputs.values()]
-        with mode, lazy_graph_modules():
+        with mode:
             fakes = [self._fake(tensor) for tensor in tensors]
             fakes.append(torch.zeros((), dtype=torch.int64, device=self.device))
-            graph_module = make_fx(lambda tensors: self._joint(tensors))(fakes)
-        nodes = list(graph_module.graph.nodes)
+        self.recorder = Recorder(mode)
+        with without_autocast_cache():
+            graph_module = self.recorder.record(self._joint, fakes)
+        nodes = self.recorder.nodes
         origins = self.observer.origins(nodes, self.boundary)
         for index, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
             phase = "forward" if index < self.boundary else "backward"
@@ -169,11 +171,11 @@ class _Trace:
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         return fresh.requires_grad_(tensor.requires_grad)
 
-    def _joint(self, fakes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _joint(self, *fakes: torch.Tensor) -> list[torch.Tensor]:
         names = [*self.parameters, *self.buffers]
         state = dict(zip(names, fakes, strict=False))
         inputs = fakes[len(names) : -1]
-        self.observer = Observer(self.model, Interceptor(fakes[-1], _draw_key).replace)
+        self.observer = Observer(self.model, Interceptor(fakes[-1], _draw_key).replace, self.recorder.nodes)
         queue = iter(inputs)
         flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
         args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
@@ -183,7 +185,7 @@ class _Trace:
         def step(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
             leaves = self._note_outputs(self.model(*args, **kwargs))
             values = leaves + self._reassigned_buffers(state)
-            self.boundary = traced_node_count()
+            self.boundary = len(self.recorder.nodes)
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
 
         held = {f"model.{name}": item for name, item in state.items()}
@@ -191,7 +193,7 @@ class _Trace:
             self.observer.watching_modules(),
             traceable_batch_norms(self.model),
         )
-        with watching[0], watching[1], self.observer, below_functions():
+        with watching[0], watching[1], self.observer:
             traced: list[torch.Tensor] = functional_call(_Step(self.model, step), held, args, kwargs)
             return traced
 
@@ -226,7 +228,7 @@ class _Trace:
         for leaf, output in zip(leaves, self.outputs, strict=False):
             if output.differentiable:
                 tangents.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device))
-                self.tangents.append((traced_node_count() - 1, output.name))
+                self.tangents.append((len(self.recorder.nodes) - 1, output.name))
                 roots.append(leaf)
         if not roots:
             return []
