@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 
-CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 16, 64, 4, 2
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 64, 4, 2
 
 
 class Block(nn.Module):
