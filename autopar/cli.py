@@ -20,6 +20,7 @@ from autopar import commands
 from autopar.cost_models import commands as cost_model_commands
 from autopar.errors import AutoparError
 from autopar.search import commands as search_commands
+from autopar.search import expert_commands
 from autopar.version import __version__
 from autopar.zoo import commands as zoo_commands
 
@@ -31,6 +32,7 @@ OK, CHECK_FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists them
     commands.add_commands,
     search_commands.add_commands,
+    expert_commands.add_commands,
     cost_model_commands.add_commands,
     zoo_commands.add_commands,
 )

@@ -149,3 +149,7 @@ class TooWideError(AutoparError):
 
 class OmittedOutputError(AutoparError, AttributeError):
     """A part of the model's result that the distributed program does not carry over was used."""
+
+
+class ExpertPlacementError(AutoparError):
+    """Expert loads, a mesh, slots and a current placement that do not fit together."""

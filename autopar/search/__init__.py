@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from autopar.search.evaluation import evaluate, violations
+from autopar.search.experts.place import place_experts
+from autopar.search.experts.placement import Placement
 from autopar.search.frontier import memory_frontier, peak_usage, undominated
 from autopar.search.problem import FORBIDDEN, Problem, make_problem
 from autopar.search.registry import register, solve, strategy_names
@@ -10,12 +12,14 @@ from autopar.search.solution import Solution
 
 __all__ = [
     "FORBIDDEN",
+    "Placement",
     "Problem",
     "Solution",
     "evaluate",
     "make_problem",
     "memory_frontier",
     "peak_usage",
+    "place_experts",
     "register",
     "solve",
     "strategy_names",
