@@ -1,17 +1,18 @@
 """Do the search's objective and the simulator rank plans alike? Fifty random valid plans of each model and mesh.
 
-    python benchmarks/rank_plans.py [--plans 50] [--write-docs]
+    python benchmarks/rank_plans.py [--plans 50] [--cases 0,1] [--results FILE] [--write-docs]
 
 A random plan is the best one under prices that were changed at random, a little for some plans and beyond recognition
 for others; ddp, fsdp and megatron are among the fifty where they apply. Printed is Spearman's rank correlation of the
 search's objective with the simulated seconds of the emitted program: over all plans, and over those within half again
 of the fastest, which are harder to tell apart. "Lost" is how much slower than the fastest plan the one is that the
-objective likes best.
+objective likes best. Rows that are in the results file already are not made again, so it can run in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,9 @@ from autopar.search import FORBIDDEN, Problem, evaluate, solve
 DOCS = Path(__file__).parent.parent / "docs" / "cost_models.md"
 BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 TARGET = 0.9
-SOLVE_S = 2.0  # for one random plan: any valid choice will do
+SOLVE_S = 1.0  # for one random plan: any valid choice will do
+HEAD = ("| model | mesh | hardware | plans | slowest / fastest | Spearman | within 1.5x | lost |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |")  # fmt: skip
 NEAR, FEW = 1.5, 5  # times the fastest; plans without which a correlation says nothing
 
 
@@ -166,12 +169,12 @@ class Outcome:
         return _spearman(self.objective, self.simulated)
 
 
-def outcome(case: Case, count: int) -> Outcome:
+def outcome(case: Case, count: int) -> tuple[list[float], list[float]]:
     """Objective and simulated seconds of `count` plans."""
     planning, prices = planning_of(case)
     choices = list(random_choices(planning, count, seed=0))
     simulated = [measured_program(planning, choice).step_ops(prices, NO_OPTIMIZER).step_s for choice in choices]
-    return Outcome(case, tuple(evaluate(planning.problem, choice) for choice in choices), tuple(simulated))
+    return [evaluate(planning.problem, choice) for choice in choices], simulated
 
 
 def _spearman(left: Sequence[float], right: Sequence[float]) -> float:
@@ -182,15 +185,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0 if every correlation reaches the target."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--plans", type=int, default=50)
+    parser.add_argument("--cases", help="numbers of cases, as 0,1 (default: all)")
+    parser.add_argument("--results", type=Path, help="a file that keeps the plans' seconds from run to run")
     parser.add_argument("--write-docs", action="store_true", help="refresh the table in docs/cost_models.md")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines = ["| model | mesh | hardware | plans | slowest / fastest | Spearman | within 1.5x | lost |",
-             "| --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    worst = 1.0
-    print("\n".join(lines))
-    for case in CASES:
-        found = outcome(case, options.plans)
+    chosen = range(len(CASES)) if options.cases is None else map(int, options.cases.split(","))
+    known = json.loads(options.results.read_text()) if options.results and options.results.is_file() else {}
+    print("\n".join(HEAD))
+    lines, worst = list(HEAD), 1.0
+    for case in (CASES[number] for number in chosen):
+        key = f"{case.name} {case.mesh_shape} {case.hardware}"
+        if key not in known:
+            known[key] = outcome(case, options.plans)
+            if options.results:
+                options.results.write_text(json.dumps(known))
+        found = Outcome(case, *map(tuple, known[key]))
         worst = min(worst, found.correlation)
         lines.append("| " + " | ".join(found.cells()) + " |")
         print(lines[-1], flush=True)
