@@ -150,7 +150,7 @@ def make_plan(
     view = as_mesh(mesh, hardware)
     program = capture(as_module(model), *call_arguments(example_inputs), device=view.device_type)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    return plan_or_follow(program, view, options, load_plan(plan))[1]
+    return plan_or_follow(program, view, options, load_plan(plan)).plan
 
 
 def run_virtual(
@@ -238,7 +238,7 @@ def _run_virtual(
 ) -> tuple[VirtualRun, Program]:
     args, kwargs = call_arguments(inputs)
     program = capture(model, args, kwargs, device="cpu")
-    _, _, assignment = plan_or_follow(program, mesh, options, plan)
+    assignment = plan_or_follow(program, mesh, options, plan).assignment
     return run_virtual_step(model, program, assignment, mesh.shape, args, kwargs, seed=SEED), program
 
 

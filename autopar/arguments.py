@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from autopar.plan import Plan
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
+from autopar.sharding.discovery.book import Discovery
+from autopar.sharding.discovery.cache import DiskCache, cache_folder
 
 AnyMesh = Mesh | DeviceMesh | Sequence[int] | int
 Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -72,6 +75,7 @@ def make_options(
         memory_limit_bytes=None if memory_limit_bytes is None else int(memory_limit_bytes),
         optimizer=optimizer_of(optimizer),
         constraints=as_constraints(constraints),
+        discovery=Discovery(DiskCache(folder) if (folder := cache_folder(os.environ)) else None),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,17 @@ from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, assignment_of
 from autopar.planner.decisions import DecisionList
-from autopar.planner.make import Options, plan_program, price_choice, program_hash
+from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.step import CompiledStep
-from autopar.sharding.assignment import Assignment
+from autopar.sharding.assignment import Assignment, is_getitem
+from autopar.sharding.discovery.book import Known, RuleBook
+from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.layout import Layout
+from autopar.sharding.op_call import OpCall, call_of
 
 
 @dataclass(frozen=True)
@@ -54,40 +57,56 @@ class Compiler:
         """Capture, plan and emit one program; see `StepCompiler`."""
         program = self.ranks.all_succeed(lambda: capture(model, args, kwargs, device=self.mesh.device_type))
         options = replace(self.options, parameter_layouts=parameter_layouts)
-        text = self.ranks.first_decides(lambda: _pack(*plan_or_follow(program, self.mesh, options, self.plan)))
-        choice, plan = _unpack(text)
-        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan))
+        text = self.ranks.first_decides(lambda: _pack(program, plan_or_follow(program, self.mesh, options, self.plan)))
+        choice, plan, findings = _unpack(text)
+        rules = RuleBook(Known(_by_call(program, findings)))
+        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan, rules))
         return CompiledStep(program, assignment, local, plan)
 
-    def _emit(self, program: Program, choice: tuple[int, ...], plan: Plan) -> tuple[Assignment, LocalProgram]:
-        decisions = DecisionList(program, Prices(self.mesh), self.options.optimizer).build()
+    def _emit(
+        self, program: Program, choice: tuple[int, ...], plan: Plan, rules: RuleBook
+    ) -> tuple[Assignment, LocalProgram]:
+        decisions = DecisionList(program, Prices(self.mesh), self.options.optimizer, rules).build()
         assignment = assignment_of(program, decisions, choice, self.mesh.shape, residency_of(decisions, plan))
         return assignment, emit(program, assignment, self.geometry)
 
 
-def plan_or_follow(
-    program: Program, mesh: Mesh, options: Options, plan: Plan | None
-) -> tuple[tuple[int, ...], Plan, Assignment]:
-    """(choice, plan, assignment): searched for, or those of a given plan, priced anew."""
+def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | None) -> Planned:
+    """A plan that is searched for, or a given one, priced anew."""
     if plan is None or (options.parameter_layouts is not None and plan.model_hash != program_hash(program)):
-        planned = plan_program(program, mesh, options)
-    else:
-        given = plan
+        return plan_program(program, mesh, options)
 
-        def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
-            return resolve(planning, given), residency_of(planning.decisions, given)
+    def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
+        return resolve(planning, plan), residency_of(planning.decisions, plan)
 
-        planned = price_choice(program, mesh, options, pick, given.search)
-    return planned.choice, planned.plan, planned.assignment
+    return price_choice(program, mesh, options, pick, plan.search)
 
 
-def _pack(choice: tuple[int, ...], plan: Plan, _: Assignment) -> str:
-    return base64.b64encode(pickle.dumps((choice, plan.repriced(problem=None, recomputation=None)))).decode()
+Findings = dict[str, Finding]  # by the key of a node
 
 
-def _unpack(text: str) -> tuple[tuple[int, ...], Plan]:
+def _pack(program: Program, planned: Planned) -> str:
+    """The choice, the plan, and what was discovered: the strategies among which the choice picks depend on it."""
+    known = planned.rules.findings
+    findings = {key: known[call] for key, call in _calls(program) if call in known} if known else {}
+    message = (planned.choice, planned.plan.repriced(problem=None, recomputation=None), findings)
+    return base64.b64encode(pickle.dumps(message)).decode()
+
+
+def _unpack(text: str) -> tuple[tuple[int, ...], Plan, Findings]:
     """What the first rank of this same program sent: the ranks of one job trust each other, as in torch.distributed."""
-    choice, plan = pickle.loads(base64.b64decode(text))
+    choice, plan, findings = pickle.loads(base64.b64decode(text))
     if not isinstance(plan, Plan):
         raise PlanError("the first rank sent no plan")
-    return choice, plan
+    return choice, plan, findings
+
+
+def _by_call(program: Program, findings: Findings) -> list[tuple[OpCall, Finding]]:
+    return [(call, findings[key]) for key, call in _calls(program) if key in findings] if findings else []
+
+
+def _calls(program: Program) -> Iterator[tuple[str, OpCall]]:
+    """The key and the call of every op."""
+    for node in program.graph_module.graph.nodes:
+        if node.op == "call_function" and not is_getitem(node):
+            yield node.meta["key"], call_of(node)

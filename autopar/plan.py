@@ -60,6 +60,17 @@ class PlanEntry:
         return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs), *again)
 
 
+@dataclass(frozen=True, slots=True)
+class OpWithoutRule:
+    """An op for which nobody wrote a rule: the rules that were discovered for it, or why it runs replicated."""
+
+    op: str
+    uses: int
+    rules: tuple[str, ...] = ()  # as `S0, R -> P`
+    why: str = ""  # there are none
+    where: str = ""  # the user's line of the first use
+
+
 def _texts(layouts: tuple[Layout, ...]) -> list[str]:
     return [format_layout(layout) for layout in layouts]
 
@@ -89,6 +100,7 @@ class Plan:
     cost: float = 0.0
     bound: float = 0.0
     notes: tuple[str, ...] = ()
+    without_rule: tuple[OpWithoutRule, ...] = ()
     alternatives: Mapping[str, float] = field(
         default_factory=dict
     )  # predicted seconds of the plans compared, memory aside; simulated where they come close to the best
@@ -118,6 +130,16 @@ class Plan:
         lines = [self.model_hash, repr(self.mesh_shape)]
         lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
         return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
+
+    @property
+    def discovered(self) -> tuple[OpWithoutRule, ...]:
+        """The ops whose rules were found by running them on shards."""
+        return tuple(op for op in self.without_rule if op.rules)
+
+    @property
+    def replicated(self) -> tuple[OpWithoutRule, ...]:
+        """The ops that run in full on every rank, for want of a rule."""
+        return tuple(op for op in self.without_rule if not op.rules)
 
     @property
     def communication_s(self) -> float:
@@ -238,6 +260,10 @@ class Plan:
             },
             **sections,
             "residency": self._residency_json(),
+            "without_rule": [
+                {"op": it.op, "uses": it.uses, "rules": list(it.rules), "why": it.why, "where": it.where}
+                for it in self.without_rule
+            ],
         }
 
     def _residency_json(self) -> dict[str, str]:
@@ -316,6 +342,7 @@ class _Reader:
             cost=self.number(search, "cost"),
             bound=self.number(search, "bound"),
             version=self.field(self.data, "version", str),
+            without_rule=self.without_rule(),
         )
         if predicted.get("decisions") != plan.hash:
             return plan.repriced(
@@ -326,6 +353,21 @@ class _Reader:
     def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
         found = self.field(predicted, "memory", dict)
         return {kind: int(self.number(found, kind)) for kind in found}
+
+    def without_rule(self) -> tuple[OpWithoutRule, ...]:
+        """A list that plans of before discovery do not have."""
+        if "without_rule" not in self.data:
+            return ()
+        found = []
+        for item in self.field(self.data, "without_rule", list):
+            if not isinstance(item, dict):
+                raise PlanFormatError(f"'without_rule' holds {item!r}, expected dicts")
+            rules = self.field(item, "rules", list)
+            if not all(isinstance(rule, str) for rule in rules):
+                raise PlanFormatError(f"'rules' is {rules!r}, expected a list of texts")
+            texts = [self.field(item, name, str) for name in ("op", "why", "where")]
+            found.append(OpWithoutRule(texts[0], int(self.number(item, "uses")), tuple(rules), *texts[1:]))
+        return tuple(found)
 
     def entries(self, axes: int) -> list[PlanEntry]:
         found: dict[str, PlanEntry] = {}

@@ -11,6 +11,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _AUTOPAR = str(Path(__file__).resolve().parent)
+_FAKE_KERNELS = str(Path(_TORCH) / "_subclasses" / "fake_tensor.py")  # below it run the fakes that users register
 _OWN = (_TORCH, _AUTOPAR, str(Path(_AUTOPAR).parent / "passes"), "<")
 
 
@@ -44,10 +45,15 @@ def calling_line() -> tuple[str, int, str] | None:
 
 
 def raising_line(traceback: TracebackType | None) -> str:
-    """The innermost line of the user's in a traceback, described; "" if there is none."""
+    """The innermost line of the user's in a traceback, described; "" if there is none.
+
+    Of an op that the user defined it is the line that calls it, not one of its fake.
+    """
     found = ""
     while traceback is not None:
         code = traceback.tb_frame.f_code
+        if found and code.co_filename == _FAKE_KERNELS:
+            return found
         if is_user_file(code.co_filename):
             found = describe(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "CustomOpDef",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -30,8 +33,12 @@ __all__ = [
     "after_backward",
     "autograd_sequence_number",
     "below_torch_functions",
+    "has_kernel",
     "is_implicit_composite",
     "outside_tracing",
+    "overload_of",
+    "python_kernels",
+    "registrations",
     "set_dtensor_content",
     "without_autocast_cache",
     "without_dispatch",
@@ -94,3 +101,35 @@ def set_dtensor_content(tensor: DTensor, content: DTensor) -> None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Called in an autograd node: run `callback` when the whole backward pass is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def overload_of(definition: CustomOpDef) -> torch._ops.OpOverload:
+    """The op that `torch.library.custom_op` defined."""
+    overload: torch._ops.OpOverload = definition._opoverload
+    return overload
+
+
+def python_kernels(op: torch._ops.OpOverload) -> dict[str, Callable[..., Any]]:
+    """By role: the functions of an op that `torch.library.custom_op` defined; none of any other op."""
+    definition = OPDEFS.get(op._schema.name)
+    if definition is None:
+        return {}
+    found = {"defined": definition._init_fn}
+    for device, kernel in definition._backend_fns.items():
+        wrapper = inspect.unwrap(kernel)  # one of PyTorch's, which encloses the user's function as `fn`
+        inner = inspect.getclosurevars(wrapper).nonlocals.get("fn")
+        if inner is None:
+            return {}
+        found[f"on {device or 'any'}"] = inner
+    return found
+
+
+def registrations(op: torch._ops.OpOverload) -> str:
+    """Where the kernels of an op were registered, one line for each."""
+    return str(torch._C._dispatch_dump(op._schema.name))  # type: ignore[no-untyped-call]
+
+
+def has_kernel(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Whether an op can run on such a device."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key))

@@ -126,7 +126,7 @@ def document(table: list[Row]) -> Iterator[str]:
     yield "that were executed on 2 and 3 ranks and gave the op's own result in float64 (1e-10), of those that the"
     yield "sample's sizes allow. **DTensor**: whether PyTorch's DTensor registers a strategy for the overload;"
     yield "those are not run here."
-    yield "An op without rules is replicated, and the plan says so."
+    yield "An op without rules has them discovered where it can, else it is replicated; the plan says which."
     yield ""
     yield f"- overloads that can stand in a joint graph: {len(table)}"
     yield f"- with rules of ours that shard: {len(sharded)}; run: {sum(bool(it.runs) for it in sharded)}"

@@ -79,7 +79,8 @@ def virtual_rows(name: str, mesh: str, searches: Sequence[str]) -> list[Row]:
     expected = eager_values(model, program, args, kwargs)
 
     def run(search: str, limit: int | None) -> Row:
-        _, plan, assignment = plan_or_follow(program, planned_for, make_options(search, limit, None, ()), None)
+        planned = plan_or_follow(program, planned_for, make_options(search, limit, None, ()), None)
+        plan, assignment = planned.plan, planned.assignment
         done = run_virtual_step(model, program, assignment, shape, args, kwargs, seed=0)
         actual = Values(done.outputs, done.gradients, done.buffers)
         return _row(actual, expected, plan.peak_bytes, max(done.peak_bytes))

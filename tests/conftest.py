@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import shutil
+import tempfile
 
 # Before the first import of a library that reads them; processes that tests start inherit them.
 os.environ.update(
     {
+        "AUTOPAR_CACHE_DIR": tempfile.mkdtemp(prefix="autopar-tests-"),  # what tests discover is not kept
         "OMP_NUM_THREADS": "1",  # xdist and gloo ranks share the cores: more threads only wait for one another
         "MKL_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -28,6 +32,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["AUTOPAR_CACHE_DIR"], ignore_errors=True)
 
 # Derandomized, so that a run can be repeated; no deadline, since the first example of a test also warms caches.
 settings.register_profile("autopar", deadline=None, derandomize=True, database=None)

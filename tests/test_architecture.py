@@ -35,14 +35,18 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
     "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # an op emitted and run on all ranks
     "sharding.check_rule": VIRTUAL | {"sharding", "sharding.execution"},  # a rule's proof
-    "planner": FOUNDATION | VIRTUAL | {"capture", "sharding", "mesh", "plan", "passes", "cost_models", "search"},
+    "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops
+    "planner": FOUNDATION
+    | VIRTUAL
+    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "passes", "cost_models", "search"},
     "runtime": FOUNDATION | VIRTUAL | {"capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
     "nn": FOUNDATION,
     "optim": {"torch_compat"},
     "model_source": {"source"},
-    "arguments": {"capture", "mesh", "plan", "planner", "cost_models"},
+    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},
-    "compiler": FOUNDATION | {"capture", "sharding", "mesh", "plan", "planner", "passes", "runtime"},
+    "compiler": FOUNDATION
+    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime"},
 }
 # The front door: it may import every room, and no room may import it.
 FRONT_DOOR = {"__init__", "__main__", "api", "cli", "commands", "zoo"}

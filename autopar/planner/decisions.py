@@ -12,13 +12,14 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
+from autopar.errors import UnsupportedRandomError
 from autopar.planner.kinds import Kinds, owner
 from autopar.planner.node_prices import StrategyPrices
 from autopar.planner.prices import Prices
 from autopar.sharding.assignment import is_getitem
+from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import REPLICATE, Layout, ranks_per_dim, replicated
 from autopar.sharding.op_call import OpCall, TensorSpec, call_of, spec_of, tensor_inputs
-from autopar.sharding.registry import rules_of
 from autopar.sharding.rule import Rule
 from autopar.sharding.strategies import Strategy, local_bytes, shardable, strategies_of
 
@@ -68,10 +69,11 @@ NO_OPTIMIZER = Optimizer("none", 0.0)
 
 
 class DecisionList:
-    """Builds the decisions of a program, in program order."""
+    """Builds the decisions of a program, in program order. `rules`: by default the written ones alone."""
 
-    def __init__(self, program: Program, prices: Prices, optimizer: Optimizer) -> None:
+    def __init__(self, program: Program, prices: Prices, optimizer: Optimizer, rules: RuleBook | None = None) -> None:
         self.program, self.prices, self.optimizer = program, prices, optimizer
+        self.rules = rules or RuleBook()
         self.mesh_shape = prices.mesh.shape
         self.decisions: list[Decision] = []
         self._trained = {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
@@ -141,7 +143,7 @@ class DecisionList:
     def _add_op(self, node: fx.Node) -> None:
         call = self._calls[node.name]
         if call not in self._priced:
-            strategies = strategies_of(call, rules_of(call), self.mesh_shape)
+            strategies = strategies_of(call, self._rules_of(node, call), self.mesh_shape)
             held = np.array([self._output_bytes(call, strategy) for strategy in strategies], dtype=np.int64)
             self._priced[call] = (strategies, self._strategy_prices.seconds(call, strategies), held)
         strategies, seconds, held = self._priced[call]
@@ -166,6 +168,17 @@ class DecisionList:
             )
         )
         self._at[node.name] = Source(index, 0)
+
+    def _rules_of(self, node: fx.Node, call: OpCall) -> tuple[Rule, ...]:
+        rules = self.rules.rules_of(call)
+        if self.rules.is_random(call):
+            raise UnsupportedRandomError(
+                f"{call.name} gives two results for the same inputs: replicas of it would not agree",
+                where=node.meta["where"],
+                fix="draw the random numbers outside of the op, with functions of torch, and pass them in; if it is "
+                "not random, or what differs is never read, give the op a rule with autopar.register_rule",
+            )
+        return rules
 
     def _output_bytes(self, call: OpCall, strategy: Strategy) -> int:
         pairs = zip(call.outputs, strategy.outputs, strict=True)

@@ -20,18 +20,13 @@ from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.joint import joint_problem
-from autopar.planner.measure import (
-    Measured,
-    measured_program,
-    plan_entries,
-    predicted_step_s,
-    replicated_for_want_of_a_rule,
-)
+from autopar.planner.measure import Measured, measured_program, ops_without_rule, plan_entries, predicted_step_s
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.shortfall import does_not_fit
 from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.discovery.book import Discovery, RuleBook
 from autopar.sharding.layout import Layout
 
 MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
@@ -47,7 +42,10 @@ Search = str | Callable[..., Solution]
 
 @dataclass(frozen=True)
 class Options:
-    """How to search. `memory_limit_bytes` None: the profile's memory less a margin."""
+    """How to search. `memory_limit_bytes` None: the profile's memory less a margin.
+
+    `discovery`: finds the rules of ops that nobody wrote any for; None replicates them.
+    """
 
     search: Search = "ilp"
     memory_limit_bytes: int | None = None
@@ -56,6 +54,7 @@ class Options:
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
     time_limit_s: float = 30.0
     seed: int = 0
+    discovery: Discovery | None = None
 
     @property
     def search_name(self) -> str:
@@ -71,6 +70,10 @@ class Options:
             "constraints": self.constraints,
         }
         return "\n".join(f"{name} {value}" for name, value in given.items())
+
+    def rule_book(self, mesh: Mesh) -> RuleBook:
+        """The rules of a program on a mesh; on one rank there is nothing to cut, and nothing to discover."""
+        return RuleBook(self.discovery.on(mesh.device_type) if self.discovery and mesh.size > 1 else None)
 
     def limit(self, mesh: Mesh) -> int:
         if self.memory_limit_bytes is not None:
@@ -88,6 +91,7 @@ class Planned:
     assignment: Assignment
     planning: PlanningProblem
     solution: Solution
+    rules: RuleBook
 
 
 def program_hash(program: Program) -> str:
@@ -164,7 +168,8 @@ class _Planner:
     def run(self) -> Planned:
         self.prices = Prices(self.mesh)
         self.limit = self.options.limit(self.mesh)
-        decisions = DecisionList(self.program, self.prices, self.options.optimizer).build()
+        self.rules = self.options.rule_book(self.mesh)
+        decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
         self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
         if self.options.search in HAND_PLANS:
@@ -344,14 +349,14 @@ class _Planner:
             bound=max(0.0, min([best.solution.cost, *searched[:1]]))
             if searched and not best.residency.gathered_once
             else 0.0,
-            notes=replicated_for_want_of_a_rule(self.planning),
+            without_rule=ops_without_rule(self.planning, self.rules),
             alternatives=others,
             problem=self.planning.problem,
             step_ops=best.step_ops,
             recomputation=self._fit(best).problem(best.fitted),
         )
         assignment = self.planning.assignment(best.choice, best.residency)
-        return Planned(plan, best.choice, assignment, self.planning, best.solution)
+        return Planned(plan, best.choice, assignment, self.planning, best.solution, self.rules)
 
 
 def _with_limit(problem: Problem, limit: float | None) -> Problem:
@@ -379,7 +384,8 @@ def price_choice(
     planner = _Planner(program, mesh, options)
     planner.prices = Prices(mesh)
     planner.limit = options.limit(mesh)
-    decisions = DecisionList(program, planner.prices, options.optimizer).build()
+    planner.rules = options.rule_book(mesh)
+    decisions = DecisionList(program, planner.prices, options.optimizer, planner.rules).build()
     planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
     planner.planning = apply_constraints(planning, options.constraints, None)
     picked, residency = pick(planner.planning)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from autopar.cost_models.simulator import StepOps
 from autopar.passes.pipeline import LocalProgram, emit
-from autopar.plan import MoveCost, PlanEntry
+from autopar.plan import MoveCost, OpWithoutRule, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision, Optimizer
 from autopar.planner.emitted_ops import emitted_ops
@@ -21,8 +21,9 @@ from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import SavedValues, late_decisions, moment
 from autopar.sharding.assignment import RECOMPUTES
+from autopar.sharding.discovery.book import RuleBook
+from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.layout import Layout
-from autopar.sharding.registry import has_rule
 from autopar.sharding.reshard import moves_once, reshard_steps
 from autopar.sharding.strategies import Strategy, local_bytes
 
@@ -206,11 +207,14 @@ def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.i
     return np.array(found[::-1], dtype=np.int64)
 
 
-def replicated_for_want_of_a_rule(planning: PlanningProblem) -> tuple[str, ...]:
-    """Ops that run in full on every rank for want of a rule."""
-    lacking: dict[str, str] = {}
+def ops_without_rule(planning: PlanningProblem, rules: RuleBook) -> tuple[OpWithoutRule, ...]:
+    """The ops that nobody wrote a rule for: with those that were discovered, or why they run replicated."""
+    found: dict[tuple[str, Finding], list[Decision]] = {}
     for decision in planning.decisions:
-        if decision.call is not None and not has_rule(decision.call):
-            lacking.setdefault(decision.call.name, decision.where)
-    return tuple(f"{name} has no sharding rule and runs replicated" + (f" ({where})" if where else "")
-                 for name, where in sorted(lacking.items()))  # fmt: skip
+        finding = rules.findings.get(decision.call) if decision.call is not None else None
+        if finding is not None and decision.call is not None:
+            found.setdefault((decision.call.name, finding), []).append(decision)
+    return tuple(
+        OpWithoutRule(name, len(uses), finding.texts, finding.why, uses[0].where)
+        for (name, finding), uses in sorted(found.items(), key=lambda item: item[0][0])
+    )

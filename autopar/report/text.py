@@ -15,9 +15,10 @@ from autopar.folding import fold_keys
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
-    from autopar.plan import MoveCost, Plan, PlanEntry
+    from autopar.plan import MoveCost, OpWithoutRule, Plan, PlanEntry
 
 WIDTH = 118
+RULES_SHOWN = 3
 
 
 def seconds_text(seconds: float) -> str:
@@ -161,7 +162,27 @@ def _remarks(plan: Plan) -> list[str]:
     if len(plan.alternatives) > 1:
         ranked = sorted(plan.alternatives.items(), key=lambda item: item[1])
         lines.append("plans compared: " + ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in ranked))
+    if plan.discovered:
+        lines.append("discovered rules: " + "; ".join(map(_discovered, plan.discovered)))
+    if plan.replicated:
+        lines.append("replicated: " + "; ".join(map(_replicated, plan.replicated)))
     return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _uses(item: OpWithoutRule) -> str:
+    return f"{item.op} ({item.uses} use{'s' if item.uses > 1 else ''}"
+
+
+def _discovered(item: OpWithoutRule) -> str:
+    """`mylib.op.default (2 uses: S0 -> S0 | S1 -> S1)`."""
+    more = " | ..." if len(item.rules) > RULES_SHOWN else ""
+    return f"{_uses(item)}: {' | '.join(item.rules[:RULES_SHOWN])}{more})"
+
+
+def _replicated(item: OpWithoutRule) -> str:
+    """`mylib.op.default (1 use, model.py:12 in forward: ...; it is random)`."""
+    where = f", {item.where}" if item.where else ""
+    return f"{_uses(item)}{where}{'; ' + item.why if item.why else ''})"
 
 
 def explain_entries(plan: Plan, pattern: str) -> str:

@@ -15,6 +15,7 @@ from autopar.sharding.rule import Rule, parse_notation, replicate_rule
 from autopar.sharding.rules import TABLES
 from autopar.sharding.rules.placing import RuleSource
 from autopar.sharding.rules.pointwise import is_pointwise, pointwise
+from autopar.torch_compat import CustomOpDef, overload_of
 
 BUILT_IN: MappingProxyType[str, RuleSource] = MappingProxyType(
     dict(chain.from_iterable(table.items() for table in TABLES))
@@ -52,19 +53,21 @@ def register_rule(op: str | Callable[..., Any], rule: RuleSource, *, user_rules:
 
 
 def overload_name(op: str | Callable[..., Any]) -> str:
-    """`mylib.op.default` of `"mylib::op"`, of `torch.ops.mylib.op` or of an overload."""
+    """`mylib.op.default` of `"mylib::op"`, of `torch.ops.mylib.op`, of an overload or of what `custom_op` made."""
     if isinstance(op, str):
         namespace, _, rest = op.partition("::")
         name = f"{namespace}.{rest}" if rest else namespace
         return name if name.count(".") > 1 else f"{name}.default"
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op_name(op.default)
-    return op_name(op)
+    return op_name(overload_of(op) if isinstance(op, CustomOpDef) else op)
 
 
 def resolve_op(op: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The overload that a name or a packet of overloads stands for."""
+    """The overload that a name, a packet of overloads or what `torch.library.custom_op` made stands for."""
     if not isinstance(op, str):
+        if isinstance(op, CustomOpDef):
+            return overload_of(op)
         return op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
     namespace, name, overload = overload_name(op).split(".")
     try:
