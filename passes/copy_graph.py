@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
+from torch.fx.node import map_arg
 
 from autopar.torch_compat import LazyGraphModule
 
@@ -15,7 +18,17 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(graph, node, copies)
     renamed = [f"{old.name} -> {new.name}" for old, new in copies.items() if old.name != new.name]
     assert not renamed, f"a copied graph must keep its names, for plans speak of nodes by name: {renamed}"
     return LazyGraphModule(gm, graph)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """`graph.node_copy`, without its search of every argument for symbolic sizes: there are none, and it takes long."""
+    copy = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    copy.args = map_arg(node.args, copies.__getitem__)
+    if node.kwargs:
+        copy.kwargs = map_arg(node.kwargs, copies.__getitem__)
+    copy.meta = dict(node.meta)
+    return copy

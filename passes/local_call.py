@@ -41,7 +41,8 @@ class GraphBuilder:
     def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target` on nodes and constants, named after the op."""
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else None
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = self.graph.create_node("call_function", target, (), {}, name)  # faster than with the arguments
+        node.args, node.kwargs = args, kwargs
         node.meta.update(self.meta)
         node.meta["val"] = self.fake_calls(target, map_arg(args, value_of), map_arg(kwargs, value_of))
         return node

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture.program import InputKind, Program
+from autopar.collector import collector_paused
 from autopar.fake_calls import FakeCalls
 from autopar.passes.check_graph import check_moves_agree, check_recomputed, check_values, check_waits
 from autopar.passes.insert_moves import insert_moves
@@ -80,6 +81,7 @@ def emit(
     return emit_ranks(program, assignment, [geometry], observer)[0]
 
 
+@collector_paused()
 def emit_ranks(
     program: Program, assignment: Assignment, geometries: Sequence[RankGeometry], observer: Observer | None = None
 ) -> list[LocalProgram]:

@@ -28,8 +28,9 @@ def schedule_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     collectives = [node for node in gm.graph.nodes if is_collective(node)]
     for node in collectives:
         _start_early(node)
+    runs = _Runs(gm.graph)
     for node in reversed(collectives):
-        _wait_late(node)
+        _wait_late(node, runs)
     return gm
 
 
@@ -80,25 +81,49 @@ def _is_view_of_input(node: fx.Node, collective: fx.Node) -> bool:
     return same_phase and node.op == "call_function" and view_root(node).op == "placeholder"
 
 
-def _wait_late(collective: fx.Node) -> None:
+class _Runs:
+    """The longest runs of ops of one phase, by number, with their last ops: what a wait may be moved along."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.number: dict[fx.Node, int] = {}
+        self.last: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            before = self.number.get(node.prev)
+            if before is not None and node.prev.meta.get("phase") == node.meta.get("phase"):
+                self.number[node], self.last[before] = before, node
+            else:
+                self.number[node] = len(self.last)
+                self.last.append(node)
+
+    def end(self, wait: fx.Node) -> fx.Node:
+        """The op before the first reader of `wait` in its run, or else the last of the run."""
+        own = self.number[wait]
+        readers = [user for user in wait.users if self.number.get(user) == own]
+        return min(readers).prev if readers else self.last[own]
+
+    def move(self, wait: fx.Node, place: fx.Node) -> None:
+        """Put `wait` right behind `place`."""
+        place.append(wait)
+        if self.last[self.number[wait]] is place:
+            self.last[self.number[wait]] = wait
+
+
+def _wait_late(collective: fx.Node, runs: _Runs) -> None:
     """Move a wait down to the first reader of its result."""
     wait = next((user for user in collective.users if is_wait(user)), None)
     if wait is None:
         return
-    bounded = collective_kind(collective) != "all_reduce"
-    place, heavy_ops = wait, 0
-    while _may_wait_behind(place.next, wait):
-        place = place.next
-        heavy_ops += _is_heavy(place)
-        if bounded and heavy_ops == 1:
-            break
+    place = end = runs.end(wait)
+    if collective_kind(collective) != "all_reduce":
+        place = wait
+        while place is not end:
+            place = place.next
+            if _is_heavy(place):
+                break
     if place is not wait:
-        place.append(wait)
-
-
-def _may_wait_behind(node: fx.Node, wait: fx.Node) -> bool:
-    same_phase = node.meta.get("phase") == wait.meta.get("phase")
-    return node.op == "call_function" and same_phase and wait not in node.all_input_nodes
+        runs.move(wait, place)
 
 
 def _is_heavy(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.passes.boxed import boxed
+from autopar.passes.copy_graph import copy_node
 from autopar.passes.storages import view_base, view_root
 
 
@@ -101,6 +102,6 @@ def _graph_of(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequ
         copies[node] = graph.placeholder(node.name)
         copies[node].meta.update(node.meta)
     for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(graph, node, copies)
     graph.output(tuple(None if node is None else copies[node] for node in outputs))
     return graph

@@ -72,7 +72,9 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         target = _LIFT_COPY if func is _LIFT else func
         name = func.overloadpacket.__name__
-        node = self.graph.create_node("call_function", target, self._noded(args), self._noded(kwargs), name)
+        arguments, keywords = self._noded(args), self._noded(kwargs)
+        node = self.graph.create_node("call_function", target, (), {}, name)  # faster than with the arguments
+        node.args, node.kwargs = arguments, keywords
         value = self._fakes(func, args, kwargs)
         if isinstance(value, Tensor):
             self._hold(value, self._node(node, self._snapshot(value)))

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.capture.program import Program
+from autopar.collector import collector_paused
 from autopar.planner.decisions import Decision, result_key
-from autopar.planner.overlap import NOTHING, Window, Windows, saved_seconds
+from autopar.planner.overlap import MoveCosts, Window, Windows
 from autopar.planner.prices import VIEWS, Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 from autopar.sharding.op_call import TensorSpec
-from autopar.sharding.reshard import reshard_seconds_matrix
 
 Matrix = npt.NDArray[np.float64]
 TIED = -1
@@ -81,6 +81,7 @@ def assignment_of(
     return Assignment(mesh_shape, strategies, inputs, outputs, again, once)
 
 
+@collector_paused()
 def build_problem(
     program: Program, decisions: tuple[Decision, ...], prices: Prices, *, usage_limit: float | None
 ) -> PlanningProblem:
@@ -124,33 +125,30 @@ def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:
 
 
 class _EdgeCosts:
-    """Cost matrices of moves, less what computation hides of them; shared among edges of equal ends and windows."""
+    """Cost matrices of moves, shared among edges of equal ends and windows."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
-        self.known: dict[tuple[TensorSpec, tuple[Layout, ...], tuple[Layout, ...], Window], Matrix] = {}
-        self.by_ends: dict[tuple[int, int, int, int, Window], Matrix] = {}
+        self.known: dict[tuple[TensorSpec, tuple[Layout, ...], tuple[Layout, ...]], MoveCosts] = {}
+        self.by_ends: dict[tuple[int, int, int, int], MoveCosts] = {}
+        self.tied: dict[int, Matrix] = {}
 
     def matrix(self, producer: Decision, output: int, consumer: Decision, argument: int, window: Window) -> Matrix:
-        ends = (id(producer.strategies), output, id(consumer.strategies), argument, window)
+        ends = (id(producer.strategies), output, id(consumer.strategies), argument)
         if ends not in self.by_ends:
             spec = producer.specs[output]
             assert spec is not None
             sources = tuple(strategy.outputs[output] for strategy in producer.strategies)
             targets = tuple(strategy.inputs[argument] for strategy in consumer.strategies)
-            self.by_ends[ends] = self._known(spec, sources, targets, window)
-        return self.by_ends[ends]
+            costs = MoveCosts(spec, sources, targets, self.prices)
+            self.by_ends[ends] = self.known.setdefault((spec, sources, targets), costs)
+        return self.by_ends[ends].under(window)
 
-    def _known(
-        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], window: Window
-    ) -> Matrix:
-        key = (spec, sources, targets, window)
-        if key not in self.known:
-            seconds = reshard_seconds_matrix(spec, sources, targets, self.prices.mesh.shape, self.prices.collective)
-            if window != NOTHING:
-                seconds = seconds - saved_seconds(spec, sources, targets, self.prices, window)
-            self.known[key] = np.where(np.isfinite(seconds), seconds, float(FORBIDDEN))
-        return self.known[key]
+    def tie(self, count: int) -> Matrix:
+        """For two decisions of `count` strategies that choose the same."""
+        if count not in self.tied:
+            self.tied[count] = np.where(np.eye(count, dtype=bool), 0.0, float(FORBIDDEN))
+        return self.tied[count]
 
 
 def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[int, int]], list[int], list[Matrix]]:
@@ -167,8 +165,7 @@ def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[in
             window = windows.of(index, argument)
             matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument, window))
         if decision.kind == "gradient" and decision.name in parameters:
-            count = len(decision.strategies)
             edges.append((parameters[decision.name], index))
             arguments.append(TIED)
-            matrices.append(np.where(np.eye(count, dtype=bool), 0.0, float(FORBIDDEN)))
+            matrices.append(costs.tie(len(decision.strategies)))
     return edges, arguments, matrices

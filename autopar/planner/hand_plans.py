@@ -134,10 +134,13 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
     """The data axes as ddp has them; on the last axis inputs replicated, weights cut, the rest searched."""
     axes = len(planning.mesh_shape)
     base = _follow_batch(planning, shard_parameters=False, batch_axes=axes - 1)
-    allowed = {
-        index: _megatron_mask(decision, decision.strategies[pick].rules, axes)
-        for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True))
-    }
+    masks: dict[tuple[int, int, str], Mask] = {}  # by strategies, pick and kind, which repeated layers share
+    allowed: dict[int, Mask] = {}
+    for index, (decision, pick) in enumerate(zip(planning.decisions, base, strict=True)):
+        key = id(decision.strategies), pick, decision.kind
+        if key not in masks:
+            masks[key] = _megatron_mask(decision, decision.strategies[pick].rules, axes)
+        allowed[index] = masks[key]
     allowed = _Usable(planning, allowed).restricted()
     problem = _never_gathered(planning, planning.restricted(allowed))
     if not any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items()):
@@ -207,9 +210,14 @@ def _never_gathered(planning: PlanningProblem, problem: Problem) -> Problem:
         if _is_matrix(decision) or (is_view and decision.sources[0].decision in weights):
             weights.add(index)
     costs = list(problem.edge_costs)
+    known: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
     for edge, ((first, second), argument) in enumerate(zip(problem.edges, planning.edge_arguments, strict=True)):
         if first in weights and argument != TIED:
-            costs[edge] = _kept(planning.decisions[first], planning.decisions[second], argument, costs[edge])
+            weight, reader = planning.decisions[first], planning.decisions[second]
+            key = id(weight.strategies), id(reader.strategies), argument, id(problem.edge_costs[edge])
+            if key not in known:
+                known[key] = _kept(weight, reader, argument, problem.edge_costs[edge])
+            costs[edge] = known[key]
     return replace(problem, edge_costs=tuple(costs))
 
 

@@ -10,7 +10,8 @@ while it communicates, a collective of c seconds saves overlap * c of them, if t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -20,9 +21,10 @@ from torch.distributed.tensor import Partial
 from autopar.passes.schedule_collectives import HEAVY_NAMES
 from autopar.planner.decisions import Decision
 from autopar.planner.prices import VIEWS, Prices
+from autopar.search import FORBIDDEN
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.op_call import TensorSpec
-from autopar.sharding.reshard import KINDS, end_steps, reshard_steps
+from autopar.sharding.reshard import KINDS, End, end_steps, reshard_seconds_matrix, reshard_steps
 
 Matrix = npt.NDArray[np.float64]
 RESULTS = ("gradient", "result")
@@ -53,17 +55,47 @@ def _window(gather_s: float, other_s: float, all_reduce_s: float, *, at_end: boo
     return Window(round(gather_s, 9), round(other_s, 9), round(all_reduce_s, 9), at_end)
 
 
-def saved_seconds(
-    spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...], prices: Prices, window: Window
-) -> Matrix:
-    """What a window saves of each move from `sources` (rows) to `targets` (columns)."""
-    kinds, seconds = end_steps(
-        spec, sources, targets, prices.mesh.shape, prices.collective, end="last" if window.at_end else "first"
-    )
-    limits = np.full(len(KINDS) + 1, window.other_s)
-    limits[[GATHER, ALL_REDUCE, KINDS.index("slice"), -1]] = window.gather_s, window.all_reduce_s, 0.0, 0.0
-    saved: Matrix = np.minimum(prices.mesh.profile.overlap * seconds, limits[kinds])
-    return saved
+@dataclass
+class MoveCosts:
+    """Seconds of moves from `sources` (rows) to `targets` (columns), less what a window hides; FORBIDDEN if none."""
+
+    spec: TensorSpec
+    sources: tuple[Layout, ...]
+    targets: tuple[Layout, ...]
+    prices: Prices
+    _under: dict[Window, Matrix] = field(default_factory=dict)
+
+    def under(self, window: Window) -> Matrix:
+        """The matrix for one window; one and the same for windows that are equal."""
+        if window not in self._under:
+            seconds = self.seconds if window == NOTHING else self.seconds - self._saved(window)
+            self._under[window] = np.where(np.isfinite(seconds), seconds, float(FORBIDDEN))
+        return self._under[window]
+
+    @cached_property
+    def seconds(self) -> Matrix:
+        """Nothing hidden; inf where there is no path."""
+        mesh_shape = self.prices.mesh.shape
+        return reshard_seconds_matrix(self.spec, self.sources, self.targets, mesh_shape, self.prices.collective)
+
+    def _saved(self, window: Window) -> Matrix:
+        kinds, seconds = self._last_steps if window.at_end else self._first_steps
+        limits = np.full(len(KINDS) + 1, window.other_s)
+        limits[[GATHER, ALL_REDUCE, KINDS.index("slice"), -1]] = window.gather_s, window.all_reduce_s, 0.0, 0.0
+        saved: Matrix = np.minimum(self.prices.mesh.profile.overlap * seconds, limits[kinds])
+        return saved
+
+    @cached_property
+    def _first_steps(self) -> tuple[npt.NDArray[np.intp], Matrix]:
+        return self._steps("first")
+
+    @cached_property
+    def _last_steps(self) -> tuple[npt.NDArray[np.intp], Matrix]:
+        return self._steps("last")
+
+    def _steps(self, end: End) -> tuple[npt.NDArray[np.intp], Matrix]:
+        ends = self.sources, self.targets, self.prices.mesh.shape, self.prices.collective
+        return end_steps(self.spec, *ends, end=end)
 
 
 class Windows:

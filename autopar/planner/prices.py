@@ -64,6 +64,17 @@ class Prices:
         """
         if self.mesh.shape[axis] == 1:
             return 0.0
+        key = kind, bytes_, axis
+        if key not in self._collectives:
+            self._collectives[key] = self._collective(*key)
+        return self._collectives[key]
+
+    @cached_property
+    def _collectives(self) -> dict[tuple[str, float, int], float]:
+        """What was asked for so far: few sizes, asked for again and again."""
+        return {}
+
+    def _collective(self, kind: str, bytes_: float, axis: int) -> float:
         if kind in ("slice", "copy"):
             return self.copy(bytes_ / self.mesh.shape[axis] if kind == "slice" else bytes_)
         return float(collective_seconds(kind, bytes_, self.axes[axis]))  # type: ignore[arg-type]

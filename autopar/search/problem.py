@@ -197,7 +197,8 @@ def _check_node_shapes(costs: Sequence[Array], usages: Sequence[Array]) -> None:
 
 
 def _check_numbers(arrays: Sequence[Array], noun: str, word: str, *, lowest: float) -> None:
-    if not arrays or bool((np.concatenate([a.reshape(-1) for a in arrays]) >= lowest).all()):
+    different = {id(values): values.reshape(-1) for values in arrays}  # repeated layers share their arrays
+    if not arrays or bool((np.concatenate([*different.values()]) >= lowest).all()):
         return
     bad = next(i for i, values in enumerate(arrays) if not bool((values >= lowest).all()))
     raise ProblemFormatError(f"a {word} is not a number or lies below {lowest:g}", where=f"{noun} {bad}")
