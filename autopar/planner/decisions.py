@@ -79,6 +79,8 @@ class DecisionList:
         self._trained = {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
         self._at: dict[str, Source] = {}  # fx node name -> where its value comes from
         self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
+        self._placed: dict[tuple[InputKind, TensorSpec], tuple[tuple[Strategy, ...], npt.NDArray[np.int64]]] = {}
+        self._left: dict[tuple[Layout, ...], tuple[Strategy, ...]] = {}
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
         self._calls = {node.name: call_of(node) for node in nodes if not is_getitem(node)}
         self._kinds = Kinds(
@@ -106,9 +108,8 @@ class DecisionList:
 
     def _add_placeholder(self, node: fx.Node, kind: InputKind, name: str) -> None:
         spec = spec_of(node.meta["val"])
-        layouts = self._placeholder_layouts(kind, spec)
-        held = np.array([local_bytes(spec, layout, self.mesh_shape) for layout in layouts], dtype=np.int64)
-        seconds = np.zeros(len(layouts))
+        strategies, held = self._stored(kind, spec)
+        seconds = np.zeros(len(strategies))
         if kind is InputKind.PARAMETER and name in self._trained:
             seconds = self.prices.optimizer(held.astype(np.float64), self.optimizer.state_copies)
             held = held + (held * self.optimizer.state_copies).astype(np.int64)
@@ -122,7 +123,7 @@ class DecisionList:
                 module=module,
                 where="",
                 phase=node.meta["phase"],
-                strategies=tuple(_only_output(layout) for layout in layouts),
+                strategies=strategies,
                 seconds=seconds,
                 bytes=held,
                 specs=(spec,),
@@ -130,6 +131,15 @@ class DecisionList:
             )
         )
         self._at[node.name] = Source(index, 0)
+
+    def _stored(self, kind: InputKind, spec: TensorSpec) -> tuple[tuple[Strategy, ...], npt.NDArray[np.int64]]:
+        """The strategies of a placeholder and the bytes that each holds: the same objects for all that are alike."""
+        key = kind, spec
+        if key not in self._placed:
+            layouts = self._placeholder_layouts(kind, spec)
+            held = np.array([local_bytes(spec, layout, self.mesh_shape) for layout in layouts], dtype=np.int64)
+            self._placed[key] = tuple(_only_output(layout) for layout in layouts), held
+        return self._placed[key]
 
     def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:
         axes = len(self.mesh_shape)
@@ -196,8 +206,8 @@ class DecisionList:
             spec = producer.specs[source.output]
             assert spec is not None
             parameter = parameters.get(output.name) if output.kind is OutputKind.GRADIENT else None
-            layouts = [strategy.outputs[0] for strategy in parameter.strategies] if parameter else None
-            layouts = layouts or [replicated(len(self.mesh_shape))]
+            layouts = tuple(strategy.outputs[0] for strategy in parameter.strategies) if parameter else ()
+            layouts = layouts or (replicated(len(self.mesh_shape)),)
             held = [local_bytes(spec, layout, self.mesh_shape) for layout in layouts]
             module = parameter.module if parameter else ""
             kind = "gradient" if output.kind is OutputKind.GRADIENT else "result"
@@ -210,7 +220,7 @@ class DecisionList:
                     module=module,
                     where="",
                     phase=value.meta["phase"],
-                    strategies=tuple(_result(layout) for layout in layouts),
+                    strategies=self._left.setdefault(layouts, tuple(map(_result, layouts))),
                     seconds=np.zeros(len(layouts)),
                     bytes=np.array(held, dtype=np.int64),
                     specs=(spec,),
