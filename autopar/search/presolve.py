@@ -13,6 +13,7 @@ from collections import deque
 
 import numpy as np
 
+from autopar.search.capacity import crowded_times, oversized
 from autopar.search.network import Array, Network, Step
 
 
@@ -60,6 +61,8 @@ class Reducer:
             self.drain()
             if not network.settle_loads():
                 raise Overfull(network.tight_times)
+            if self.drop_oversized():
+                continue
             changed = self.eliminate_low_degrees()
             self.drain()
             if not changed and self.dominance_cells:
@@ -160,6 +163,18 @@ class Reducer:
         for other, matrix in inherited.items():
             network.link(leader, other, matrix)
             self.push(leader, other)
+
+    def drop_oversized(self) -> bool:
+        """Drop strategies that do not fit even next to the least usages of all other nodes."""
+        network, masks = self.network, oversized(self.network)
+        for node, mask in masks.items():
+            if mask.all():
+                raise Overfull(crowded_times(network, node))
+        for node, mask in masks.items():
+            network.restrict(node, ~mask)
+            self.push_edges(node)
+            self.touched.append(node)
+        return bool(masks)
 
     def eliminate_low_degrees(self) -> bool:
         """Minimise nodes of degree two or less, whose usage does not depend on the strategy, out of the network."""
