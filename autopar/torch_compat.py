@@ -126,10 +126,10 @@ def python_kernels(op: torch._ops.OpOverload) -> dict[str, Callable[..., Any]]:
 
 def registrations(op: torch._ops.OpOverload) -> str:
     """Where the kernels of an op were registered, one line for each."""
-    return str(torch._C._dispatch_dump(op._schema.name))  # type: ignore[no-untyped-call]
+    return str(torch._C._dispatch_dump(op._schema.name))
 
 
 def has_kernel(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether an op can run on such a device."""
     key = torch._C._dispatch_key_for_device(device_type)
-    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key))
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key))  # type: ignore[no-untyped-call]

@@ -105,8 +105,8 @@ def _clean_errors() -> Iterator[None]:
         raise DataDependentError(
             f"the shape of {error.func} depends on data",
             where=raising_line(error.__traceback__),
-            fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens that "
-            "each was given: an implementation behind transformers' experts interface, which becomes one op",
+            fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens "
+            "that each was given: an implementation behind transformers' experts interface, which becomes one op",
         ) from error
     except Exception as error:
         raise CaptureError(
