@@ -27,7 +27,7 @@ Every model is captured unmodified in training mode, planned, and one step of th
 the model as PyTorch runs it (or, where it draws random numbers, with the captured program on one device): every output,
 gradient and buffer. ✓ says that all of them agree within the limits of `autopar.verify`: relative errors of 1e-5 for
 outputs and 1e-4 for gradients in float32. An empty cell was not run. `gloo` ranks are processes of one machine; the
-others run in one process.
+others run in one process. A cell is run once and kept, so cells of one table may come from different commits.
 
 Written by `autopar zoo --family all --results FILE --page docs/zoo.md`: {date}, {machine}, torch {torch},
 transformers {transformers}, autopar {version}.
@@ -76,3 +76,6 @@ def _section(family: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield f"- {reason.replace(chr(10), ' ')} ({', '.join(places)})"
     if reasons:
         yield ""
+    missing = [name for name in names_of(family) if name not in {item.architecture for item in outcomes}]
+    if missing:
+        yield f"Not run: {', '.join(missing)}.\n"

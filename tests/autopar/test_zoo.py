@@ -72,6 +72,7 @@ def test_the_page_has_a_section_per_family_and_the_reason_of_every_refusal(tmp_p
     write_page(outcomes, tmp_path / "zoo.md")
     text = (tmp_path / "zoo.md").read_text()
     assert "| gpt2 | ✓ | ✓ |" in text and "2 of 2 cells verified" in text
+    assert "Not run: gpt_neo, " in text and "Not run: gpt2" not in text
     assert "- adapters: refused: DataDependentError: the shape depends on data (2x2 ilp)" in text
 
 
