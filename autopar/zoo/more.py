@@ -209,8 +209,10 @@ MORE: Mapping[str, Entry] = {
     "minimax": ("MiniMax", LM, {"num_hidden_layers": 2, "block_size": 4}, causal),
     "flex_olmo": ("FlexOlmo", LM, {}, causal),
     "llama4": ("Llama4Text:Llama4", LM, {"num_hidden_layers": 2, "intermediate_size_mlp": FFN}, causal),
-    "switch_transformers": ("SwitchTransformers", SEQ2SEQ, {"router_jitter_noise": 0.0, "expert_capacity": 9}, seq2seq),
-    "nllb_moe": ("NllbMoe", SEQ2SEQ, {"expert_capacity": 64}, seq2seq),
+    "switch_transformers": ("SwitchTransformers", SEQ2SEQ, {
+        "router_jitter_noise": 0.0, "expert_capacity": 9, "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1}, seq2seq),
+    "nllb_moe": ("NllbMoe", SEQ2SEQ, {"expert_capacity": 64, "encoder_sparse_step": 1, "decoder_sparse_step": 1}, seq2seq),
     # state space, recurrent, linear attention
     "mamba2": ("Mamba2", LM, {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}, causal),
     "falcon_mamba": ("FalconMamba", LM, _MAMBA, causal),
