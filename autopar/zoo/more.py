@@ -212,7 +212,8 @@ MORE: Mapping[str, Entry] = {
     "switch_transformers": ("SwitchTransformers", SEQ2SEQ, {
         "router_jitter_noise": 0.0, "expert_capacity": 9, "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1}, seq2seq),
-    "nllb_moe": ("NllbMoe", SEQ2SEQ, {"expert_capacity": 64, "encoder_sparse_step": 1, "decoder_sparse_step": 1}, seq2seq),
+    "nllb_moe": ("NllbMoe", SEQ2SEQ, {"expert_capacity": 64, "encoder_sparse_step": 1, "decoder_sparse_step": 1},
+                 seq2seq),
     # state space, recurrent, linear attention
     "mamba2": ("Mamba2", LM, {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}, causal),
     "falcon_mamba": ("FalconMamba", LM, _MAMBA, causal),
