@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from autopar.sharding.discovery.book import Discovery, Known, RuleBook
+from autopar.sharding.discovery.book import Bench, Discovery, Known, RuleBook, bench_for
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.execution import call_in, trace_op
 from autopar.sharding.op_call import OpCall
@@ -137,6 +137,12 @@ def test_an_op_that_writes_into_its_inputs_behind_its_schema_has_no_rules() -> N
 )  # fmt: skip
 def test_ops_that_cannot_be_cut_are_not_run(target: Any, args: tuple[Any, ...], why: str) -> None:
     assert discovered(target, *args) == Finding((), why)
+
+
+def test_kernels_that_trust_their_callers_are_only_given_shards_of_a_smaller_call() -> None:
+    weights = call(torch.ops.aten._weight_norm_interface.default, real(4, 6), real(4, 1))
+    assert bench_for(weights, "cpu") == Bench("cpu", is_checked=False)  # shards that do not fit corrupt the heap
+    assert bench_for(call(torch.ops.aten.mm.default, real(4, 6), real(6, 4)), "cpu") == Bench("cpu", is_checked=True)
 
 
 def test_sizes_among_the_arguments_that_are_those_of_the_whole_rule_a_cut_out() -> None:
