@@ -52,7 +52,7 @@ class Options:
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
-    time_limit_s: float = 30.0
+    time_limit_s: float = 10.0  # of one search; without a memory limit that binds, a fraction of it is needed
     seed: int = 0
     discovery: Discovery | None = None
 
@@ -215,7 +215,7 @@ class _Planner:
         if gathers is not None:
             own = {index: gathers for index, item in enumerate(self.planning.decisions) if item.kind == "parameter"}
             pins = own | pins
-        seconds = self.options.time_limit_s / 3
+        seconds = self.options.time_limit_s
         return Fit(self.planning, candidate.choice, self.prices, pins, candidate.residency, seconds, self.options.seed)
 
     def _refitted(self, candidate: _Candidate, fitted: Fitted) -> _Candidate:
@@ -245,7 +245,7 @@ class _Planner:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
         for name in HAND_PLANS:
             try:
-                choice = self._hand_plan(name, self.options.time_limit_s / 4)
+                choice = self._hand_plan(name, self.options.time_limit_s)
             except (PlanError, InfeasibleProblemError):
                 continue
             if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
