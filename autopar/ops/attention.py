@@ -115,7 +115,7 @@ def explicit_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score
             weights = weights.mul_(kept(scores, weights.shape, part.start))
         product = weights.flatten(2, 3) @ v[part].to(weights.dtype)
         out[part] = product.view(*weights.shape[:-1], v.shape[3]).flatten(1, 2)
-        lse[part] = total.flatten(1, 2).squeeze(-1)
+        lse[part] = finite(total).flatten(1, 2).squeeze(-1)
     return out, lse
 
 
@@ -131,7 +131,7 @@ def explicit_backward(saved: tuple[Tensor, ...], mask: Tensor | None, scores: Sc
     kind, heads = accumulation_dtype(q.dtype), k.shape[1]
     for part in batch_chunks(q, k):
         weights = score_matrix(q[part], k[part], of_batch(mask, part), scores)
-        weights.sub_(grouped_heads(finite(lse[part]), heads).unsqueeze(-1)).exp_()
+        weights.sub_(grouped_heads(lse[part], heads).unsqueeze(-1)).exp_()
         grad = grad_out[part].to(kind)
         delta = grouped_heads((grad * out[part]).sum(-1), heads).unsqueeze(-1)
         grad = grouped_heads(grad, heads).flatten(2, 3)
@@ -163,7 +163,7 @@ def empty_like_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 @op(f"attention(Tensor q, Tensor k, Tensor v, {HOW}) -> (Tensor, Tensor)")
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
-    """(softmax(scale q k^T + mask) v, log-sum-exp of the scores); rows without any key give 0."""
+    """(softmax(scale q k^T + mask) v, log-sum-exp of the scores); rows without any key give 0 in both."""
     scores = read_scores(q, *how)
     kernel = choose_kernel(q, k, v, mask, scores)
     if kernel is None:

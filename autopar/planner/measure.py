@@ -9,18 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.simulator import StepOps
-from autopar.passes.pipeline import LocalProgram, emit
+from autopar.passes.local_call import RankGeometry
+from autopar.passes.pipeline import LocalProgram, emit_ranks
 from autopar.plan import MoveCost, OpWithoutRule, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision, Optimizer
 from autopar.planner.emitted_ops import emitted_ops
 from autopar.planner.liveness import predicted_timeline
 from autopar.planner.moves_again import MovesAgain
-from autopar.planner.node_prices import origin_geometry
+from autopar.planner.node_prices import origin_geometry, virtual_geometry
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import SavedValues, late_decisions, moment
-from autopar.sharding.assignment import RECOMPUTES
+from autopar.sharding.assignment import RECOMPUTES, Assignment
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.layout import Layout
@@ -146,10 +147,26 @@ class _Moves:
         return [MoveCost(step.collective or "slice", step.axis, int(step.bytes), step.seconds) for step in steps]
 
 
+def telling_ranks(assignment: Assignment) -> tuple[RankGeometry, RankGeometry]:
+    """The rank at the origin, which has the largest shards, and one that has as much of other ranks' as any.
+
+    That is a rank between two others along an axis with halos, and the last one along an axis with rings, whose queries
+    see the keys of all under a causal mask. On other axes both stand at 0.
+    """
+    shape, rules = assignment.mesh_shape, [strategy.rules for strategy in assignment.strategies.values()]
+    rings = {axis for per_axis in rules for axis, rule in enumerate(per_axis) if rule.ring is not None}
+    halos = {axis for per_axis in rules for axis, rule in enumerate(per_axis) if rule.halo is not None}
+    inside = tuple(
+        ranks - 1 if axis in rings else min(1, ranks - 1) if axis in halos else 0 for axis, ranks in enumerate(shape)
+    )
+    return origin_geometry(shape), virtual_geometry(inside, shape)
+
+
 @dataclass(frozen=True)
 class Measured:
-    """What the emitted program of the rank at the origin holds: bytes by kind at its peak; and in all at each of its
-    nodes, and just before what the node makes, with the moment (`saved_values.moment`) to which the node belongs."""
+    """What the emitted program of the fullest rank holds: bytes by kind at its peak; and in all at each of its
+    nodes, and just before what the node makes, with the moment (`saved_values.moment`) to which the node belongs.
+    `local`: the program of the busiest rank."""
 
     memory: Mapping[str, int]
     moments: npt.NDArray[np.int64]
@@ -172,8 +189,9 @@ class Measured:
 def measured_program(planning: PlanningProblem, choice: Sequence[int], residency: Residency = USUAL) -> Measured:
     """The memory of the emitted program under a choice."""
     assignment = planning.assignment(choice, residency)
-    local = emit(planning.program, assignment, origin_geometry(planning.mesh_shape))
-    timeline = predicted_timeline(local)
+    ranks = list(dict.fromkeys(telling_ranks(assignment)))
+    programs = emit_ranks(planning.program, assignment, ranks)
+    fullest, timeline = max(((it, predicted_timeline(it)) for it in programs), key=lambda pair: pair[1].peak_bytes)
     memory = dict(timeline.peak_by_kind())
     state = 0
     for decision, pick in zip(planning.decisions, choice, strict=True):
@@ -183,7 +201,7 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     if state:
         memory["optimizer_state"] = state
     totals = np.array(timeline.totals, dtype=np.float64) + state
-    return Measured(memory, _moments(planning, local), totals, totals - np.array(timeline.born), local)
+    return Measured(memory, _moments(planning, fullest), totals, totals - np.array(timeline.born), programs[-1])
 
 
 def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:

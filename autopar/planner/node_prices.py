@@ -5,7 +5,7 @@ A local form's price is that of the kernels that it emits, not of the op that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,12 +21,16 @@ from autopar.passes.local_call import GraphBuilder, LocalCall, RankGeometry
 from autopar.passes.local_forms import local_form_of
 from autopar.passes.storages import view_base
 from autopar.planner.prices import Prices
-from autopar.runtime.virtual_groups import virtual_group_name
+from autopar.runtime.virtual_groups import virtual_group_names
 from autopar.sharding.assignment import is_getitem
 from autopar.sharding.layout import Layout
 from autopar.sharding.op_call import OpCall, TensorSpec, call_of, walk
+from autopar.sharding.rule import Rule
 from autopar.sharding.strategies import Strategy
+from autopar.sharding.windows import frames_are_chunks
 from autopar.torch_compat import FakeTensorMode
+
+NEIGHBOURS = 2  # a rank of a ring has one on either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,25 @@ def collective_call(node: fx.Node, geometry: RankGeometry) -> CollectiveCall:
     kind = collective_kind(node)
     axis = next(index for index, name in enumerate(geometry.group_names) if name in node.args)
     value = node if kind == "all_gather" else node.all_input_nodes[0]
+    if kind == "all_to_all":
+        return exchange_call(node, axis, geometry.coordinates[axis])
     return CollectiveCall(kind, axis, _bytes(value.meta["val"]))
+
+
+def exchange_call(node: fx.Node, axis: int, here: int) -> CollectiveCall:
+    """An all-to-all, or what it is where a rank keeps its own share to itself: messages to a neighbour or two."""
+    source: fx.Node
+    coming: Sequence[int]
+    sent: Sequence[int]
+    source, coming, sent, _ = node.args  # type: ignore[assignment]
+    own, arriving = (_bytes(value.meta["val"]) for value in (source, node))
+    if sent[here]:  # in equal shares, the buffer holds what stays here too
+        return CollectiveCall("all_to_all", axis, own)
+    messages = max(sum(count > 0 for count in counts) for counts in (coming, sent))
+    bytes_ = max(own, arriving)
+    if messages <= NEIGHBOURS:
+        return CollectiveCall("send", axis, bytes_)
+    return CollectiveCall("all_to_all", axis, bytes_ * len(sent) // (len(sent) - 1))
 
 
 def copied_bytes(call: CollectiveCall) -> int:
@@ -74,9 +96,12 @@ def node_seconds(node: fx.Node, prices: Prices, geometry: RankGeometry) -> float
 
 def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeometry:
     """The rank at the origin, which holds the largest shards, in virtual groups."""
-    origin = (0,) * len(mesh_shape)
-    names = tuple(virtual_group_name(axis, origin, mesh_shape) for axis in range(len(mesh_shape)))
-    return RankGeometry(mesh_shape, origin, names, device)
+    return virtual_geometry((0,) * len(mesh_shape), mesh_shape, device)
+
+
+def virtual_geometry(coordinates: tuple[int, ...], mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeometry:
+    """The rank at `coordinates`, in virtual groups."""
+    return RankGeometry(mesh_shape, coordinates, virtual_group_names(coordinates, mesh_shape), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +145,13 @@ class StrategyPrices:
 
     def _traits(self, call: OpCall, strategy: Strategy, op_bytes: float) -> tuple[FormTraits, float]:
         """The traits of a form, and the bytes that the op moved where they were found."""
-        key = call.name, tuple(sorted({rule.form for rule in strategy.rules}))
+        key = call.name, tuple(sorted({traits_key(rule, ranks) for rule, ranks in self._per_axis(strategy)}))
         if key not in self.known:
             self.known[key] = traits_of(self._emitted(call, strategy), call), op_bytes
         return self.known[key]
+
+    def _per_axis(self, strategy: Strategy) -> Iterable[tuple[Rule, int]]:
+        return zip(strategy.rules, self.prices.mesh.shape, strict=True)
 
     def _emitted(self, call: OpCall, strategy: Strategy) -> fx.Graph:
         form = local_form_of(call.target)
@@ -133,6 +161,12 @@ class StrategyPrices:
         args, kwargs = arguments.of(call.args), {name: arguments.of(value) for name, value in call.kwargs}
         form(LocalCall(build, call, strategy, args, kwargs))
         return build.graph
+
+
+def traits_key(rule: Rule, ranks: int) -> str:
+    """What of a rule decides which kernels its form emits: windows that lie side by side copy nothing."""
+    still = rule.halo is not None and frames_are_chunks(rule.halo.window, ranks)
+    return f"{rule.form}, still" if still else rule.form
 
 
 def traits_of(graph: fx.Graph, call: OpCall) -> FormTraits:

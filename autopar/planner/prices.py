@@ -23,9 +23,11 @@ from autopar.cost_models.compute import (
 from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
-from autopar.sharding.layout import local_shape
+from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.rule import Ring
 from autopar.sharding.strategies import Strategy, local_bytes
+from autopar.sharding.windows import Halo, halo_rows
 
 Seconds = npt.NDArray[np.float64]
 Shapes = list[tuple[int, ...]]
@@ -94,7 +96,7 @@ class Prices:
     def _local_shapes(
         self, call: OpCall, strategies: Sequence[Strategy]
     ) -> tuple[list[Shapes | None], list[Shapes | None]]:
-        inputs = [self._shapes(call.inputs, [strategy.inputs for strategy in strategies], index)
+        inputs = [self._shapes(call.inputs, list(map(met_inputs, strategies)), index)
                   for index in range(len(call.inputs))]  # fmt: skip
         outputs = [self._shapes(call.outputs, [strategy.outputs for strategy in strategies], index)
                    for index in range(len(call.outputs))]  # fmt: skip
@@ -143,7 +145,27 @@ class Prices:
                 total += self.collective(
                     "all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis
                 )
+            if rule.halo is not None:
+                total += self._halo(call, strategy, axis, rule.halo)
+            if rule.ring is not None:
+                total += self._ring(call, strategy, axis, rule.ring)
         return total
+
+    def _ring(self, call: OpCall, strategy: Strategy, axis: int, ring: Ring) -> float:
+        """Seconds for a rank's chunks to go around an axis."""
+        pairs = ((call.inputs[index], strategy.inputs[index]) for index in ring.tensors)
+        sent = sum(local_bytes(spec, layout, self.mesh.shape) for spec, layout in pairs)
+        return ring.rounds * (self.mesh.shape[axis] - 1) * self.collective("send", sent, axis)
+
+    def _halo(self, call: OpCall, strategy: Strategy, axis: int, halo: Halo) -> float:
+        """Seconds of an exchange with the neighbours: what the rank in the middle receives, over one link."""
+        rows = halo_rows(halo.window, self.mesh.shape[axis])
+        if not rows:
+            return 0.0
+        spec, layout = call.inputs[halo.tensor], strategy.inputs[halo.tensor]
+        others = tuple(1 if index == axis else ranks for index, ranks in enumerate(self.mesh.shape))
+        share = local_bytes(spec, layout, others) / max(1, spec.nbytes)
+        return halo.rounds * self.collective("send", rows * halo.row_bytes * share, axis)
 
     def _local_share(self, call: OpCall, strategy: Strategy, axis: int, bytes_: int) -> float:
         """The part of `bytes_` that one group along `axis` holds: other axes cut it as they cut the first output."""
@@ -157,6 +179,15 @@ class Prices:
         """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
         value = optimizer_step_seconds(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
         return np.asarray(value, dtype=np.float64)
+
+
+def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
+    """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole."""
+    layouts = list(strategy.inputs)
+    for axis, rule in enumerate(strategy.rules):
+        for index in rule.ring.tensors if rule.ring is not None else ():
+            layouts[index] = (*layouts[index][:axis], REPLICATE, *layouts[index][axis + 1 :])
+    return tuple(layouts)
 
 
 def _moved_bytes(call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Seconds:

@@ -23,7 +23,7 @@ from autopar.runtime.virtual_groups import every_coordinates, virtual_group_name
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, chunk, local_chunk, shard_dim
 from autopar.sharding.op_call import OpCall, TensorSpec, call_of
-from autopar.sharding.strategies import Strategy, mixes_partials, splits_divide
+from autopar.sharding.strategies import Strategy, compatible, mixes_partials, splits_divide
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -74,7 +74,7 @@ def can_run(call: OpCall, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bo
     """Whether every rank has something to do, evenly where the rules demand it."""
     layouts = (*strategy.inputs, *strategy.outputs)
     even = any(rule.even for rule in strategy.rules)
-    if not splits_divide(strategy, mesh_shape) or any(map(mixes_partials, layouts)):
+    if not (splits_divide(strategy, mesh_shape) and compatible(strategy)) or any(map(mixes_partials, layouts)):
         return False
     for spec, layout in zip((*call.inputs, *call.outputs), layouts, strict=True):
         if spec is not None and not _fills(spec, layout, mesh_shape, even=even):

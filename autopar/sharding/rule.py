@@ -13,6 +13,18 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.errors import RuleError
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall
+from autopar.sharding.windows import Halo
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Tensor inputs, by number, that every rank of an axis has in turn: the op runs once on those of each rank.
+
+    `rounds`: how often they go around, their gradients included.
+    """
+
+    tensors: tuple[int, ...]
+    rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,10 @@ class Rule:
     `even` demands that every sharded dim divide by the ranks that share it; otherwise trailing shards may be short.
     `internal_bytes`: bytes of the full tensors that the form all-reduces on this axis, for pricing.
     `splits`: a count among the arguments (groups of a convolution) that is cut with the tensors, so must divide too.
+    `halo`: what the form fetches of other ranks' chunks of the dim that this axis cuts, or returns to them; a dim has
+    at most one such axis.
+    `ring`: what the form passes from rank to rank along this axis.
+    `excludes`: a form that no other axis may run beside this one.
     """
 
     inputs: tuple[Placement, ...]
@@ -32,6 +48,9 @@ class Rule:
     even: bool = False
     internal_bytes: int = 0
     splits: int = 0
+    halo: Halo | None = None
+    ring: Ring | None = None
+    excludes: str = ""
 
 
 def replicate_rule(call: OpCall) -> Rule:

@@ -52,7 +52,7 @@ class _Divides:
     known: dict[tuple[int, Layout, bool], bool] = field(default_factory=dict)  # many strategies share layouts
 
     def __call__(self, strategy: Strategy) -> bool:
-        if not splits_divide(strategy, self.mesh_shape):
+        if not (splits_divide(strategy, self.mesh_shape) and compatible(strategy)):
             return False
         even = any(rule.even for rule in strategy.rules)
         layouts = (*strategy.inputs, *strategy.outputs)
@@ -73,6 +73,17 @@ def splits_divide(strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
         if rule.splits:
             ways[rule.splits] = ways.get(rule.splits, 1) * ranks
     return all(count % ranks == 0 for count, ranks in ways.items())
+
+
+def compatible(strategy: Strategy) -> bool:
+    """Whether the axes' rules go together.
+
+    No dim has a halo on two axes: neighbours across the outer one are in no group of the inner one. No rule runs beside
+    a form that it excludes.
+    """
+    dims = [shard_dim(rule.outputs[0]) for rule in strategy.rules if rule.halo is not None]
+    forms = {rule.form for rule in strategy.rules if rule.form}
+    return len(dims) == len(set(dims)) and forms.isdisjoint(rule.excludes for rule in strategy.rules)
 
 
 def shardable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int], *, even: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.passes.local_call import LocalForm
 from autopar.passes.local_forms import (
+    attention,
     complex_views,
     convolution,
     creation,
@@ -25,12 +26,14 @@ from autopar.passes.local_forms import (
     norms,
     reductions,
     sizes,
+    sliding,
     softmax,
     statistics,
 )
 from autopar.sharding.op_call import op_name
 
 TABLES: tuple[Mapping[str, LocalForm], ...] = (
+    attention.FORMS,
     complex_views.FORMS,
     convolution.FORMS,
     creation.FORMS,
@@ -47,6 +50,7 @@ TABLES: tuple[Mapping[str, LocalForm], ...] = (
     norms.FORMS,
     reductions.FORMS,
     sizes.FORMS,
+    sliding.FORMS,
     softmax.FORMS,
     statistics.FORMS,
 )

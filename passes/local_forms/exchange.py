@@ -1,27 +1,21 @@
-"""Cutting and joining along a sharded dim, by one all-to-all.
-
-Both sides are intervals on one line, the dim of the longer tensor. Each rank knows which intervals every rank has and
-wants, so it sends each rank the parts that they share, in the order of the line.
-"""
+"""Cutting and joining along a sharded dim, by one all-to-all: both sides are intervals of the longer tensor's dim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
 import torch
 from torch import fx
 
+from autopar.passes.exchange import Exchange, Interval
 from autopar.passes.local_call import LocalCall, LocalForm, LocalValue
 from autopar.passes.moves import local_move
 from autopar.sharding.layout import REPLICATE, Layout, chunk
 from autopar.sharding.rules.exchange import EXCHANGED, dim_of
 
 aten = torch.ops.aten
-ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
-Interval = tuple[int, int]  # start and end on the line
 
 
 @dataclass(frozen=True)
@@ -31,92 +25,19 @@ class Side:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
-    def of_rank(self, rank: int, ranks: int) -> list[Interval]:
-        """What a rank holds of each tensor."""
+    def by_rank(self, ranks: int) -> list[list[Interval]]:
+        """What every rank holds of each tensor."""
+        return [self._of_rank(rank, ranks) for rank in range(ranks)]
+
+    def _of_rank(self, rank: int, ranks: int) -> list[Interval]:
         chunks = (chunk(length, ranks, rank) for length in self.lengths)
         return [(start + at, start + at + size) for start, (at, size) in zip(self.starts, chunks, strict=True)]
 
 
-@dataclass(frozen=True, order=True)
-class Part:
-    """An interval that one tensor has and another wants."""
-
-    start: int
-    end: int
-    holder: int
-    wanter: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-
-def shared(have: Sequence[Interval], want: Sequence[Interval]) -> list[Part]:
-    """The parts that are on both sides, in the order of the line."""
-    pairs = ((i, j, *one, *other) for i, one in enumerate(have) for j, other in enumerate(want))
-    parts = (Part(max(a, c), min(b, d), i, j) for i, j, a, b, c, d in pairs)
-    return sorted(part for part in parts if part.length > 0)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One all-to-all over a mesh axis along `dim`."""
-
-    local: LocalCall
-    axis: int
-    dim: int
-    have: Side
-    want: Side
-
-    def run(self, tensors: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """This rank's chunk of every wanted tensor; zeros where nobody has anything."""
-        build, ranks = self.local.build, range(self._ranks)
-        mine, wanted = self._interval(self.have, self._here), self._interval(self.want, self._here)
-        sent = [shared(mine, self._interval(self.want, rank)) for rank in ranks]
-        coming = [shared(self._interval(self.have, rank), wanted) for rank in ranks]
-        row = prod(self._sizes(tensors[0], 1))
-        flat = [self._flat_part(tensors[part.holder], part, mine) for parts in sent for part in parts]
-        packed = build.op(aten.cat.default, flat) if flat else build.op(aten.new_zeros.default, tensors[0], [0])
-        counts = [[row * sum(part.length for part in parts) for parts in side] for side in (coming, sent)]
-        group = self.local.geometry.group_names[self.axis]
-        received = build.collective(ALL_TO_ALL, packed, (sum(counts[0]),), *counts, group)
-        arrived = [part for parts in coming for part in parts]
-        pieces = build.op(aten.split_with_sizes.default, received, [row * part.length for part in arrived])
-        named = {part: self.local.output(pieces, index) for index, part in enumerate(arrived)}
-        return tuple(self._assembled(index, span, named, tensors[0]) for index, span in enumerate(wanted))
-
-    @property
-    def _here(self) -> int:
-        return self.local.geometry.coordinates[self.axis]
-
-    @property
-    def _ranks(self) -> int:
-        return self.local.geometry.mesh_shape[self.axis]
-
-    def _interval(self, side: Side, rank: int) -> list[Interval]:
-        return side.of_rank(rank, self._ranks)
-
-    def _sizes(self, like: fx.Node, length: int) -> list[int]:
-        """The local sizes, with `length` in the dim of the line."""
-        return [length if dim == self.dim else size for dim, size in enumerate(like.meta["val"].shape)]
-
-    def _flat_part(self, tensor: fx.Node, part: Part, mine: Sequence[Interval]) -> fx.Node:
-        build, start = self.local.build, part.start - mine[part.holder][0]
-        cut = build.op(aten.slice.Tensor, tensor, self.dim, start, start + part.length)
-        whole = build.op(aten.clone.default, cut, memory_format=torch.contiguous_format)
-        return build.op(aten.view.default, whole, [-1])
-
-    def _assembled(self, index: int, span: Interval, named: Mapping[Part, fx.Node], like: fx.Node) -> fx.Node:
-        """The parts of one wanted tensor in the order of the line, with zeros in the gaps."""
-        build, at, pieces = self.local.build, span[0], list[fx.Node]()
-        parts = sorted(part for part in named if part.wanter == index)
-        for part in (*parts, Part(span[1], span[1], 0, index)):
-            if part.start > at:
-                pieces.append(build.op(aten.new_zeros.default, like, self._sizes(like, part.start - at)))
-            if part.length:
-                pieces.append(build.op(aten.view.default, named[part], self._sizes(like, part.length)))
-            at = part.end
-        return pieces[0] if len(pieces) == 1 else build.op(aten.cat.default, pieces, self.dim)
+def exchange(local: LocalCall, axis: int, dim: int, have: Side, want: Side) -> Exchange:
+    """What carries one side's chunks along `axis` to the other's."""
+    ranks = local.geometry.mesh_shape[axis]
+    return Exchange(local.build, axis, dim, have.by_rank(ranks), want.by_rank(ranks))
 
 
 def gathered(local: LocalCall, tensors: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[int, ...]]:
@@ -151,7 +72,7 @@ def split(local: LocalCall) -> LocalValue:
         return cut_again(local, [local.output(pieces, i) for i in range(len(local.call.outputs))], axes)
     lengths = tuple(spec.shape[dim] for spec in local.call.outputs if spec is not None)
     line = Side((0,), (local.call.inputs[0].shape[dim],))
-    return Exchange(local, axes[0], dim, line, Side(_starts(lengths), lengths)).run([source])
+    return exchange(local, axes[0], dim, line, Side(_starts(lengths), lengths)).run([source])
 
 
 def cat(local: LocalCall) -> LocalValue:
@@ -165,7 +86,7 @@ def cat(local: LocalCall) -> LocalValue:
         return cut_again(local, [local.build.op(aten.cat.default, whole, dim)], axes)[0]
     lengths = tuple(spec.shape[dim] for spec in local.call.inputs)
     have = Side(_starts(lengths), lengths)
-    return Exchange(local, axes[0], dim, have, Side((0,), (sum(lengths),))).run(tensors)[0]
+    return exchange(local, axes[0], dim, have, Side((0,), (sum(lengths),))).run(tensors)[0]
 
 
 def cut_out(local: LocalCall) -> LocalValue:
@@ -179,7 +100,7 @@ def cut_out(local: LocalCall) -> LocalValue:
     dim, size = dim_of(local.call, 1), _full_size(local)
     length = local.call.inputs[0].shape[dim]
     want = Side((_first(local.call.argument(2, "start"), length),), (size[dim],))
-    return Exchange(local, axes[0], dim, Side((0,), (length,)), want).run([source])[0]
+    return exchange(local, axes[0], dim, Side((0,), (length,)), want).run([source])[0]
 
 
 def put_back(local: LocalCall) -> LocalValue:
@@ -194,7 +115,7 @@ def put_back(local: LocalCall) -> LocalValue:
         here[dim] = size[dim]
         return cut_again(local, [local.build.op(local.call.target, whole, here, dim, start, *rest)], axes)[0]
     have = Side((_first(start, size[dim]),), (local.call.inputs[0].shape[dim],))
-    return Exchange(local, axes[0], dim, have, Side((0,), (size[dim],))).run([grad])[0]
+    return exchange(local, axes[0], dim, have, Side((0,), (size[dim],))).run([grad])[0]
 
 
 def _full_size(local: LocalCall) -> tuple[int, ...]:

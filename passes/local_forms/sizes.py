@@ -29,18 +29,6 @@ SIZE_POSITIONS: dict[str, int] = {
         """),
         1,
     ),
-    **dict.fromkeys(
-        names("""
-            aten._upsample_nearest_exact1d_backward.default aten._upsample_nearest_exact3d_backward.default
-            aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default
-            aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default
-            aten.upsample_bilinear2d_backward.default aten.upsample_trilinear3d_backward.default
-            aten.upsample_bicubic2d_backward.default aten._upsample_bilinear2d_aa_backward.default
-            aten._upsample_bicubic2d_aa_backward.default
-            aten._upsample_nearest_exact2d_backward.default
-        """),
-        2,
-    ),
 }
 # reshapes: their local result is a view of the shard in the local size, whatever the arguments were
 RESHAPES = names("""

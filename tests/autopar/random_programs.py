@@ -56,6 +56,26 @@ class Convolution(nn.Module):
         return self.filter(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Pyramid(nn.Module):
+    """Down and up again along the sequence, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, WIDTH)
+        self.up = nn.ConvTranspose1d(WIDTH, WIDTH, 4, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.norm(self.down(F.pad(x.transpose(1, 2), (2, 2), mode="reflect")))[..., 1:4]
+        return (self.up(low) + F.interpolate(low, scale_factor=2, mode="linear")).transpose(1, 2)
+
+
+class Pools(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(1, 2)
+        return (F.max_pool1d(rows, 3, 1, 1) - F.avg_pool1d(rows, 3, 1, 1)).transpose(1, 2)
+
+
 def function(name: str, body: Callable[[torch.Tensor], torch.Tensor]) -> Layer:
     return lambda: Function(name, body)
 
@@ -70,6 +90,8 @@ LAYERS: dict[str, Layer] = {
     "batch norm": ChannelNorm,
     "convolution": lambda: Convolution(1),
     "grouped convolution": lambda: Convolution(4),
+    "pyramid": Pyramid,
+    "pools": Pools,
     "dropout": lambda: nn.Dropout(0.3),
     "softmax": lambda: nn.Softmax(-1),
     "softmax over the sequence": lambda: nn.Softmax(1),

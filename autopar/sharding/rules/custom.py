@@ -10,11 +10,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall, TensorSpec, is_spec
-from autopar.sharding.rule import Rule
+from autopar.sharding.rule import Ring, Rule
 from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, place, required_tensor_at, result, tensor_at
 
 KEY_HEADS = "own key heads"  # k and v are whole; a rank reads those of the heads that its queries use
 KEYS = "keys"  # k and v are cut along the sequence; the ranks' softmaxes are merged by their log-sum-exps
+RING = "ring"  # q, k and v are cut along the sequence; k and v go around, and the blocks' softmaxes are merged
 BATCH, HEADS, LENGTH = range(3)
 
 
@@ -31,25 +32,31 @@ def _attention(call: OpCall, first: int) -> Iterator[tuple[str, dict[int, Placem
     query_heads, key_heads = (required_tensor_at(call, index).shape[HEADS] for index in (q, k))
     for name, dim in (("batch", BATCH), ("heads", HEADS)):
         cut: Placement = Shard(dim)
-        options = {"even": True} if dim == HEADS else {}
+        options: dict[str, Any] = {"even": True} if dim == HEADS else {}
         yield name, {q: cut, k: cut, v: cut, mask_at: _mask_placement(mask, dim)}, options
     if key_heads < query_heads:
         placed = {q: Shard(HEADS), mask_at: _mask_placement(mask, HEADS)}
         yield "query heads", placed, {"even": True, "form": KEY_HEADS}
     yield "queries", {q: Shard(LENGTH), mask_at: _mask_placement(mask, LENGTH)}, {}
-    yield "keys", {k: Shard(LENGTH), v: Shard(LENGTH), mask_at: _mask_placement(mask, 3)}, {}
+    yield "keys", {k: Shard(LENGTH), v: Shard(LENGTH), mask_at: _mask_placement(mask, 3)}, {"form": KEYS}
+    around = {**dict.fromkeys((q, k, v), Shard(LENGTH)), mask_at: _mask_placement(mask, LENGTH)}
+    options = {"form": RING, "ring": Ring((k, v), rounds=1 if first == 0 else 2)}
+    if (
+        mask is not None and mask.shape[3] > 1
+    ):  # a mask's columns are cut on the axes of the keys alone, not as keys are
+        options["excludes"] = KEYS
+    yield "ring", around, options
 
 
 def attention(call: OpCall) -> Iterator[Rule]:
     """(q, k, v, mask, seed, dropout_p, is_causal, ...) -> (out, lse)."""
-    dims = {"batch": BATCH, "heads": HEADS, "query heads": HEADS, "queries": LENGTH}
+    cut = {"batch": BATCH, "heads": HEADS, "query heads": HEADS, "queries": LENGTH, "ring": LENGTH}
     for name, placed, options in _attention(call, 0):
-        if name in dims:
-            yield place(call, placed, Shard(dims[name]), **options)
-    if tensor_at(call, 3) is None and not call.args[6]:  # every row has keys on every rank
-        bytes_of_lse = result(call, 1).nbytes
-        placed = {1: Shard(LENGTH), 2: Shard(LENGTH)}
-        yield place(call, placed, (SUM, REPLICATE), form=KEYS, internal_bytes=2 * bytes_of_lse)
+        if name in cut:
+            yield place(call, placed, Shard(cut[name]), **options)
+        else:
+            bytes_of_lse = result(call, 1).nbytes
+            yield place(call, placed, (SUM, REPLICATE), internal_bytes=2 * bytes_of_lse, **options)
 
 
 def attention_backward(call: OpCall) -> Iterator[Rule]:

@@ -1,4 +1,5 @@
-"""Pooling, interpolation and patches: every dim but the spatial ones may be sharded."""
+"""Pooling, interpolation and patches: every dim but the spatial ones may be sharded, and those too where the op slides
+a window over them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 from torch.distributed.tensor import Shard
 
-from autopar.sharding.op_call import OpCall
+from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
 from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, result, summable
+from autopar.sharding.rules.spatial import Windows, everywhere, padded, pooled, pooled_evenly, resampled
 
 # ops by the number of their spatial dims; those in LINEAR also let partial sums through in argument 0
 SPATIAL: dict[int, str] = {
@@ -36,6 +38,98 @@ LINEAR = frozenset(
     for name in line.split()
     if "backward" in name or not ("max" in name or "unpool" in name)
 )
+
+
+def source_and_result(call: OpCall) -> tuple[TensorSpec, TensorSpec]:
+    """What an op slides over, and what it makes; of a backward, those of its forward."""
+    first, last = call.inputs[0], result(call)
+    return (last, first) if is_backward(call) else (first, last)
+
+
+def is_backward(call: OpCall) -> bool:
+    return "_backward" in call.name
+
+
+def max_pool(call: OpCall, spatial: int) -> Windows:
+    """(self, kernel, stride, padding, dilation, ceil_mode); a backward has its gradient in front."""
+    at = 1 + is_backward(call)
+    numbers = (("kernel_size", ()), ("stride", ()), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
+    arguments = [call.argument(at + index, *given) for index, given in enumerate(numbers)]
+    return pooled(*source_and_result(call), spatial, arguments)
+
+
+def average_pool(call: OpCall, spatial: int) -> Windows:
+    """(self, kernel, stride, padding, ceil_mode, ...); a backward has its gradient in front."""
+    at = 1 + is_backward(call)
+    numbers = (("kernel_size", ()), ("stride", ()), ("padding", 0), ("ceil_mode", False))
+    kernel, stride, padding, ceil_mode = (call.argument(at + index, *given) for index, given in enumerate(numbers))
+    return pooled(*source_and_result(call), spatial, (kernel, stride, padding, 1, ceil_mode))
+
+
+def adaptive_pool(call: OpCall, spatial: int) -> Windows:
+    return pooled_evenly(*source_and_result(call), spatial)
+
+
+def interpolation(mode: str) -> Callable[[OpCall, int], Windows]:
+    """(self, output_size, [align_corners,] *scales); a backward has (grad, output_size, input_size, ...)."""
+
+    def windows(call: OpCall, spatial: int) -> Windows:
+        at, aligns = 2 + is_backward(call), mode != "nearest"
+        if aligns and call.argument(at, "align_corners"):
+            return ()
+        keywords = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
+        scales = [call.argument(at + aligns + index, name) for index, name in enumerate(keywords)]
+        return resampled(*source_and_result(call), spatial, mode, scales)
+
+    return windows
+
+
+def padding(mode: str) -> Callable[[OpCall, int], Windows]:
+    """(self, padding); a backward has its gradient in front."""
+
+    def windows(call: OpCall, spatial: int) -> Windows:
+        return padded(*source_and_result(call), call.args[1 + is_backward(call)], mode=mode)
+
+    return windows
+
+
+# families of ops that slide windows, by how their names begin
+SLIDING: tuple[tuple[str, Callable[[OpCall, int], Windows]], ...] = (
+    ("max_pool", max_pool),
+    ("avg_pool", average_pool),
+    ("_adaptive_avg_pool", adaptive_pool),
+    ("adaptive_max_pool", adaptive_pool),
+    ("upsample_nearest", interpolation("nearest")),
+    ("_upsample_nearest", interpolation("nearest")),
+    ("upsample_linear", interpolation("linear")),
+    ("upsample_bilinear", interpolation("linear")),
+    ("upsample_trilinear", interpolation("linear")),
+    ("upsample_bicubic", interpolation("cubic")),
+    ("reflection_pad", padding("reflection")),
+    ("replication_pad", padding("replication")),
+)
+
+
+def image_rules(name: str, spatial: int) -> Callable[[OpCall], Iterator[Rule]]:
+    """Rules of one op of `SPATIAL`."""
+    outer = outside(spatial, is_linear=name in LINEAR)
+    windows = next((family for start, family in SLIDING if name.startswith(start)), None)
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        yield from outer(call)
+        if windows is not None:
+            yield from everywhere(call, source_and_result(call)[0], windows(call, spatial))
+
+    return rules
+
+
+def shuffled(call: OpCall) -> Iterator[Rule]:
+    """`pixel_shuffle`, `pixel_unshuffle`: a row becomes whole rows, or whole rows one."""
+    yield from outside(3, is_linear=True)(call)
+    rank = len(result(call).shape)
+    for dim in (rank - 2, rank - 1):
+        if min(result(call).shape[dim], call.inputs[0].shape[dim]) > 1:
+            yield Rule((Shard(dim),), (Shard(dim),), even=True)
 
 
 def outside(spatial: int, *, is_linear: bool) -> Callable[[OpCall], Iterator[Rule]]:
@@ -87,12 +181,10 @@ def patches(call: OpCall) -> Iterator[Rule]:
 
 RULES: RuleTable = {
     **{
-        f"aten.{name}.default": outside(spatial, is_linear=name in LINEAR)
-        for spatial, line in SPATIAL.items()
-        for name in line.split()
+        f"aten.{name}.default": image_rules(name, spatial) for spatial, line in SPATIAL.items() for name in line.split()
     },
-    "aten.pixel_shuffle.default": outside(3, is_linear=True),
-    "aten.pixel_unshuffle.default": outside(3, is_linear=True),
+    "aten.pixel_shuffle.default": shuffled,
+    "aten.pixel_unshuffle.default": shuffled,
     "aten.grid_sampler_2d.default": grid_sampler,
     "aten.grid_sampler_3d.default": grid_sampler,
     "aten.grid_sampler_2d_backward.default": grid_sampler_backward,

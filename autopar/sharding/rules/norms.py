@@ -1,4 +1,4 @@
-"""Normalizations: leading dims, groups and channels; gradients of weights are partial sums over what is averaged."""
+"""Normalizations: leading dims, groups, channels, space. Gradients of weights are partial sums of what is averaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
-from autopar.sharding.rules.placing import SUM, RuleTable, place, required_tensor_at, result, tensor_at
+from autopar.sharding.rules.placing import SUM, RuleTable, long_dims, place, required_tensor_at, result, tensor_at
 
 MOMENTS = "moments"  # normalized dims are sharded: their sums are all-reduced
 GROUPS = "groups"  # N, C and the number of groups among the arguments are this rank's
@@ -68,19 +68,31 @@ def rms_norm_backward(call: OpCall) -> Iterator[Rule]:
         yield place(call, placed, (Shard(dim), Shard(own)), form=MOMENTS, internal_bytes=row_bytes)
 
 
+def _spatial_dims(call: OpCall, tensor: int) -> Iterator[int]:
+    """The dims behind batch and channels."""
+    return (dim for dim in long_dims(required_tensor_at(call, tensor)) if dim > 1)
+
+
 def group_norm(call: OpCall) -> Iterator[Rule]:
     """(input, weight, bias, N, C, HxW, group, eps) -> (out, mean, rstd)."""
     yield place(call, {0: Shard(0)}, Shard(0), form=GROUPS)
     channels = {0: Shard(1), 1: Shard(0), 2: Shard(0)}
     yield place(call, channels, Shard(1), form=GROUPS, even=True, splits=call.args[6])
+    for dim in _spatial_dims(call, 0):
+        outputs: tuple[Placement, ...] = (Shard(dim), REPLICATE, REPLICATE)
+        yield place(call, {0: Shard(dim)}, outputs, form=MOMENTS, internal_bytes=2 * result(call, 1).nbytes)
 
 
 def group_norm_backward(call: OpCall) -> Iterator[Rule]:
     """(grad_out, input, mean, rstd, weight, N, C, HxW, group, mask) -> gradients of input, weight, bias."""
     yield place(call, {index: Shard(0) for index in range(4)}, (Shard(0), SUM, SUM), form=GROUPS)
     channels = {**{index: Shard(1) for index in range(4)}, 4: Shard(0)}
-    outputs = (Shard(1), Shard(0), Shard(0))
+    outputs: tuple[Placement, ...] = (Shard(1), Shard(0), Shard(0))
     yield place(call, channels, outputs, form=GROUPS, even=True, splits=call.args[8])
+    for dim in _spatial_dims(call, 1):
+        placed, outputs = {0: Shard(dim), 1: Shard(dim)}, (Shard(dim), SUM, SUM)
+        group_bytes = required_tensor_at(call, 2).nbytes
+        yield place(call, placed, outputs, form=MOMENTS, internal_bytes=2 * group_bytes)
 
 
 def _channel_shard(spec: TensorSpec | None) -> Placement:
@@ -88,12 +100,17 @@ def _channel_shard(spec: TensorSpec | None) -> Placement:
     return REPLICATE if spec is None or not spec.numel else Shard(0)
 
 
+def _dims_but_channels(call: OpCall, tensor: int) -> Iterator[int]:
+    return (dim for dim in long_dims(required_tensor_at(call, tensor)) if dim != 1)
+
+
 def batch_norm(call: OpCall) -> Iterator[Rule]:
-    """(input, weight, bias, running_mean, running_var, training, ...): channels, and the batch in eval mode."""
+    """(input, weight, bias, running_mean, running_var, training, ...): channels, and all other dims in eval mode."""
     statistics = tuple(map(_channel_shard, call.outputs[1:]))
     yield place(call, {0: Shard(1), **{index: Shard(0) for index in (1, 2, 3, 4)}}, (Shard(1), *statistics))
     if not call.args[5] and tensor_at(call, 3) is not None:
-        yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))
+        for dim in _dims_but_channels(call, 0):
+            yield place(call, {0: Shard(dim)}, (Shard(dim), *(REPLICATE for _ in statistics)))
 
 
 def batch_norm_without_statistics(call: OpCall) -> Iterator[Rule]:
@@ -102,10 +119,11 @@ def batch_norm_without_statistics(call: OpCall) -> Iterator[Rule]:
 
 
 def batch_norm_with_fixed_statistics(call: OpCall) -> Iterator[Rule]:
-    """(input, weight, bias, running_mean, running_var, momentum, eps): channels and the batch."""
+    """(input, weight, bias, running_mean, running_var, momentum, eps): every dim."""
     statistics = tuple(map(_channel_shard, call.outputs[1:]))
     yield place(call, {0: Shard(1), **{index: Shard(0) for index in (1, 2, 3, 4)}}, (Shard(1), *statistics))
-    yield place(call, {0: Shard(0)}, (Shard(0), *(REPLICATE for _ in statistics)))
+    for dim in _dims_but_channels(call, 0):
+        yield place(call, {0: Shard(dim)}, (Shard(dim), *(REPLICATE for _ in statistics)))
 
 
 def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
@@ -113,7 +131,8 @@ def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
     channels = {0: Shard(1), 1: Shard(1), **{index: Shard(0) for index in range(2, 7)}}
     yield place(call, channels, (Shard(1), Shard(0), Shard(0)))
     if not call.args[7] and tensor_at(call, 3) is not None:
-        yield place(call, {0: Shard(0), 1: Shard(0)}, (Shard(0), SUM, SUM))
+        for dim in _dims_but_channels(call, 1):
+            yield place(call, {0: Shard(dim), 1: Shard(dim)}, (Shard(dim), SUM, SUM))
 
 
 RULES: RuleTable = {

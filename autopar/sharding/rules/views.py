@@ -21,6 +21,7 @@ from autopar.sharding.rules.placing import (
     tensors_in,
     wrap_dim,
 )
+from autopar.sharding.rules.spatial import everywhere, padded
 
 
 def shared_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
@@ -208,12 +209,12 @@ def repeat(call: OpCall) -> Iterator[Rule]:
 
 
 def pad(call: OpCall) -> Iterator[Rule]:
-    """`constant_pad_nd(self, pad, value)`: dims without padding; sums pass where zeros are padded."""
-    rank, amounts = len(call.inputs[0].shape), call.args[1]
-    padded = [rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount]
-    rules = keep_dims(call, padded)
+    """`constant_pad_nd(self, pad, value)`: padded dims with a halo; sums pass where zeros are padded."""
+    source, amounts = call.inputs[0], call.args[1]
+    rules = keep_dims(call, [len(source.shape) - 1 - at // 2 for at, amount in enumerate(amounts) if amount])
     keeps_sums = call.argument(2, "value", 0) == 0
-    return (rule for rule in rules if keeps_sums or rule.outputs[0] != SUM)
+    yield from (rule for rule in rules if keeps_sums or rule.outputs[0] != SUM)
+    yield from everywhere(call, source, padded(source, result(call), amounts, mode="constant"))
 
 
 def rotate(call: OpCall) -> Iterator[Rule]:
