@@ -69,7 +69,9 @@ class FakeCalls:
         """Another tensor of the same form on the same storage, outside of autograd."""
         if not _is_plain(tensor):
             with self.mode:
-                return tensor.detach()  # type: ignore[return-value]
+                detached = tensor.detach()
+            assert isinstance(detached, FakeTensor)
+            return detached
         offset = int(tensor.storage_offset())
         form = _Result(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.fake_device, 0)
         with without_dispatch():

@@ -178,10 +178,10 @@ class Plan:
         return frontier_table(self.frontier)
 
     def save_frontier(self, path: str | os.PathLike[str]) -> None:
-        """Write the frontier as a picture, in SVG."""
-        from autopar.report.frontier import frontier_svg
+        """Write the frontier as a picture, PNG or SVG by the name of the file; needs matplotlib."""
+        from autopar.report.frontier import save_frontier
 
-        Path(path).write_text(frontier_svg(self.frontier) + "\n", encoding="utf-8")
+        save_frontier(self.frontier, path)
 
     def _searched(self) -> Problem:
         if self.problem is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -24,15 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "CustomOpDef",
     "DataDependentOutputException",
+    "DispatchMode",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "LazyGraphModule",
-    "TorchDispatchMode",
     "after_backward",
     "autograd_sequence_number",
     "below_torch_functions",
+    "broadcast_shapes",
     "has_kernel",
     "is_implicit_composite",
     "outside_tracing",
@@ -43,6 +44,21 @@ __all__ = [
     "without_autocast_cache",
     "without_dispatch",
 ]
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`TorchDispatchMode` with types: what a subclass's `__torch_dispatch__` returns is the result of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """`torch.broadcast_shapes`, with types."""
+    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def autograd_sequence_number() -> int:

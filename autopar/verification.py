@@ -171,9 +171,8 @@ def computed_in(program: Program) -> dict[tuple[str, str], torch.dtype]:
         found += [own] if own in (torch.bfloat16, torch.float16) else []
         if found:
             coarsest[node] = max(found, key=_epsilon)
-    results = program.graph_module.graph.output_node().args[0]
     known = {}
-    for output, node in zip(program.outputs, results, strict=True):  # type: ignore[arg-type]
+    for output, node in zip(program.outputs, program.results, strict=True):
         own = node.meta["val"].dtype
         if own.is_floating_point:
             kind = max((own, coarsest.get(node, own), finest or own), key=_epsilon)

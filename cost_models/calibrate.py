@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from autopar.cost_models.collectives import COLLECTIVES, Collective
+from autopar.cost_models.collectives import COLLECTIVES
 from autopar.cost_models.fitting import (
     AttentionSample,
     CollectiveSample,
@@ -126,7 +126,7 @@ def measure_collectives(world: World, report: Report) -> tuple[CollectiveSample,
     samples = []
     for kind in COLLECTIVES:
         report(kind)
-        samples += [item for size in MESSAGE_BYTES if (item := _collective(world, kind, size)) is not None]  # type: ignore[arg-type]
+        samples += [item for size in MESSAGE_BYTES if (item := _collective(world, kind, size)) is not None]
     return tuple(samples)
 
 
@@ -207,13 +207,13 @@ def _convolution(world: World, name: str, sizes: tuple[int, int, int, int]) -> C
     return ConvolutionSample(name, flops, int(moved), seconds)
 
 
-def _collective(world: World, kind: Collective, size: int) -> CollectiveSample | None:
+def _collective(world: World, kind: str, size: int) -> CollectiveSample | None:
     """One timed collective, or None if the backend does not have it."""
     elements = max(world.ranks, size // 4 // world.ranks * world.ranks)
     whole = torch.ones(elements, device=world.device)
     part = torch.ones(elements // world.ranks, device=world.device)
     other = torch.ones_like(whole)
-    calls: dict[Collective, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import sympy
@@ -22,8 +21,7 @@ from autopar.cost_models.hardware import AxisLinks
 from autopar.cost_models.links import Protocol
 from autopar.errors import UnpricedError
 
-Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-COLLECTIVES: tuple[str, ...] = get_args(Collective)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 # Of the rate of a ring, reached by a tree: the pipeline of a tree has bubbles. NCCL's own table has 0.5 to 0.92;
 # chosen by hand on all_reduce over 2 nodes of p4d.24xlarge, nccl_bandwidth.csv, all rows seen.
@@ -122,7 +120,7 @@ class Line:
     from_bytes: float = 0.0  # the library uses it for messages of this size and more
 
 
-def collective_seconds(kind: Collective, bytes_: Numeric, axis: AxisLinks) -> Number:
+def collective_seconds(kind: str, bytes_: Numeric, axis: AxisLinks) -> Number:
     """Seconds of one collective over a mesh axis; 0 only for a group of one rank, which sends nothing."""
     lines = collective_lines(kind, axis)
     if isinstance(bytes_, np.ndarray):
@@ -137,7 +135,7 @@ def collective_seconds(kind: Collective, bytes_: Numeric, axis: AxisLinks) -> Nu
     return min((line.latency_s + line.seconds_per_byte * size for line in usable_lines), default=0.0)
 
 
-def explain_collective(kind: Collective, bytes_: float, axis: AxisLinks) -> str:
+def explain_collective(kind: str, bytes_: float, axis: AxisLinks) -> str:
     """The algorithm and protocol chosen for these bytes, its formula and the numbers in it."""
     lines = collective_lines(kind, axis)
     if not lines:
@@ -148,7 +146,7 @@ def explain_collective(kind: Collective, bytes_: float, axis: AxisLinks) -> str:
 
 
 @lru_cache(maxsize=4096)
-def collective_lines(kind: Collective, axis: AxisLinks) -> tuple[Line, ...]:
+def collective_lines(kind: str, axis: AxisLinks) -> tuple[Line, ...]:
     """Every algorithm and protocol that could carry `kind` over this axis; empty for a group of one rank."""
     if kind not in COLLECTIVES:
         raise UnpricedError(f"collective {kind!r} has no price", fix=f"use one of {', '.join(COLLECTIVES)}")
@@ -169,7 +167,7 @@ def collective_lines(kind: Collective, axis: AxisLinks) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _candidates(kind: Collective, axis: AxisLinks) -> tuple[Formula, ...]:
+def _candidates(kind: str, axis: AxisLinks) -> tuple[Formula, ...]:
     between = axis.nodes > 1
     if kind == "all_reduce":
         switched = axis.intra.in_switch_fraction > 0 and axis.ranks_per_node >= axis.intra.in_switch_min_ranks
@@ -184,7 +182,7 @@ def _candidates(kind: Collective, axis: AxisLinks) -> tuple[Formula, ...]:
     return (SEND_BETWEEN_NODES,) if between else (SEND,)
 
 
-def _line(formula: Formula, protocol: Protocol, kind: Collective, axis: AxisLinks) -> Line:
+def _line(formula: Formula, protocol: Protocol, kind: str, axis: AxisLinks) -> Line:
     numbers = _numbers(protocol, kind, axis)
     numbers = {name: value for name, value in numbers.items() if name in formula.units}
     latency_s = float(formula.value(bytes=0.0, **numbers))
@@ -195,7 +193,7 @@ def _line(formula: Formula, protocol: Protocol, kind: Collective, axis: AxisLink
     return Line(formula, protocol, tuple(numbers.items()), latency_s, slope)
 
 
-def _numbers(protocol: Protocol, kind: Collective, axis: AxisLinks) -> dict[str, float]:
+def _numbers(protocol: Protocol, kind: str, axis: AxisLinks) -> dict[str, float]:
     bulk = protocol is axis.protocols[-1]
     peers = kind in ("send", "all_to_all")
     hop_factor = 1.0 if peers else protocol.hop_factor  # no pipeline of steps to synchronize

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from autopar.cost_models.collectives import Collective, collective_seconds
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import (
     attention_seconds,
     convolution_seconds,
@@ -73,7 +73,7 @@ class ConvolutionSample:
 class CollectiveSample:
     """A timed collective over the whole of one axis."""
 
-    kind: Collective
+    kind: str
     bytes_: int
     seconds: float
 

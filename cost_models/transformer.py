@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from autopar.cost_models.collectives import Collective, collective_seconds
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import attention_seconds, matmul_seconds, memory_bound_seconds
 from autopar.cost_models.hardware import AxisLinks, HardwareProfile, axis_links, dtype_bytes
 
@@ -337,5 +337,5 @@ def _optimizer_seconds(shape: TransformerShape, plan: TransformerPlan, profile: 
     return float(memory_bound_seconds(profile.device, 30.0 * _local_parameters(shape, plan) / ways))
 
 
-def _seconds(kind: Collective, moved: float, axis: AxisLinks) -> float:
+def _seconds(kind: str, moved: float, axis: AxisLinks) -> float:
     return float(collective_seconds(kind, moved, axis))

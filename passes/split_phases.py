@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from autopar.capture.program import InputKind, OutputKind, Program
+from autopar.capture.program import InputKind, OutputKind, Program, results_of
 from autopar.passes.boxed import boxed
 from autopar.passes.copy_graph import copy_node
 from autopar.passes.storages import view_base, view_root
@@ -23,7 +23,7 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     Invariant: together they compute what the joint graph computes, in its order. Ensures: a view of another saved value
     or of an input is not saved: its base is, and the backward takes the view again.
     """
-    outputs: Sequence[fx.Node | None] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    outputs = results_of(gm.graph)
     kinds = [output.kind for output in program.outputs]
     results = [node for node, kind in zip(outputs, kinds, strict=True) if kind is not OutputKind.GRADIENT]
     gradients = [node for node, kind in zip(outputs, kinds, strict=True) if kind is OutputKind.GRADIENT]
@@ -41,9 +41,8 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
 
 def backward_nodes(graph: fx.Graph, program: Program) -> set[fx.Node]:
     """The tangents, and the nodes of the backward phase that no result of the forward needs."""
-    outputs: Sequence[fx.Node | None] = graph.output_node().args[0]  # type: ignore[assignment]
-    kinds = [output.kind for output in program.outputs]
-    results = [node for node, kind in zip(outputs, kinds, strict=True) if kind is not OutputKind.GRADIENT]
+    pairs = zip(results_of(graph), program.outputs, strict=True)
+    results = [node for node, output in pairs if output.kind is not OutputKind.GRADIENT]
     tangents = {item.node for item in program.inputs if item.kind is InputKind.TANGENT}
     needed = _with_ancestors(node for node in results if node is not None)
     found: set[fx.Node] = set()

@@ -19,7 +19,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "collector": set(),
     "version": set(),
     "cost_models": set(),  # numbers: bytes, ranks, links
-    "search": set(),  # problems
+    "plots": set(),
+    "search": {"plots", "collector"},  # problems
     "folding": set(),
     "torch_compat": set(),
     "source": set(),
@@ -28,7 +29,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "mesh": {"cost_models"},
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
-    "report": {"folding", "sharding", "mesh", "cost_models"},
+    "report": {"folding", "sharding", "mesh", "cost_models", "plots"},
     "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models"},
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),

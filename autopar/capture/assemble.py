@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.capture.functionalize import functionalize, mutates
 from autopar.capture.observer import Origin
-from autopar.capture.program import InputKind, OutputKind, ProgramInput, ProgramOutput
+from autopar.capture.program import InputKind, OutputKind, ProgramInput, ProgramOutput, results_of
 from autopar.errors import CaptureError, MutatedInputError
 from autopar.sharding.op_call import op_name
 from autopar.source import describe
@@ -136,14 +136,12 @@ def _add_mutated_buffers(
     outputs: list[ProgramOutput],
 ) -> tuple[ProgramOutput, ...]:
     """Order the flat outputs: the user's, mutated buffers, gradients."""
-    output_node = pure.graph.output_node()
-    values = list(output_node.args[0])  # type: ignore[arg-type]
-    pairs = list(zip(outputs, values, strict=True))
+    pairs = list(zip(outputs, results_of(pure.graph), strict=True))
     for placeholder, node in mutated.items():
         pairs.append((ProgramOutput(OutputKind.BUFFER, kinds[placeholder][1]), node))
     order = {OutputKind.LOSS: 0, OutputKind.OUTPUT: 0, OutputKind.BUFFER: 1, OutputKind.GRADIENT: 2}
     pairs.sort(key=lambda pair: order[pair[0].kind])
-    output_node.args = ([node for _, node in pairs],)
+    pure.graph.output_node().args = ([node for _, node in pairs],)
     return tuple(output for output, _ in pairs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -84,6 +84,12 @@ class OmittedOutput:
         )
 
 
+def results_of(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    """What a graph returns: a flat list of nodes, None for a gradient that there is not."""
+    results: Any = graph.output_node().args[0]
+    return tuple(results)
+
+
 @dataclass(frozen=True)
 class Program:
     """A joint graph in functional ATen ops.
@@ -102,6 +108,12 @@ class Program:
     output_leaves: tuple[object, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name of the parameter or buffer that it shares)
     constants: Mapping[str, torch.Tensor]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The node of every output, in order."""
+        nodes: Any = results_of(self.graph_module.graph)
+        return tuple(nodes)  # a captured program has no gaps
 
     def named_inputs(self, kind: InputKind) -> dict[str, fx.Node]:
         """Placeholders of one kind by their names."""

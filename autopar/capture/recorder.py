@@ -13,10 +13,10 @@ from autopar.errors import CaptureError
 from autopar.fake_calls import FakeCalls
 from autopar.source import calling_line, describe
 from autopar.torch_compat import (
+    DispatchMode,
     FakeTensor,
     FakeTensorMode,
     LazyGraphModule,
-    TorchDispatchMode,
     below_torch_functions,
     is_implicit_composite,
 )
@@ -26,7 +26,7 @@ _LIFT = torch.ops.aten.lift_fresh.default  # of a fresh tensor; in a graph it mu
 _LIFT_COPY = torch.ops.aten.lift_fresh_copy.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records below autograd, so that forward and backward are ops alike; what a call repeats is not worked out again.
 
     Invariant: running `graph` on the inputs makes the calls that were made, mutation included. Every node has in
@@ -37,7 +37,7 @@ class Recorder(TorchDispatchMode):
     supports_higher_order_operators = True  # to refuse them in our own words
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.constants: dict[str, Tensor] = {}

@@ -68,7 +68,8 @@ class Experts(nn.Module):
 
         One op, `autopar::experts`, whose cost is that of the tokens that are routed, in any numbers per expert.
         """
-        up = self.gate_up_proj.unflatten(1, (2, -1)) if self.activation == "swiglu" else self.up_proj.unsqueeze(1)  # type: ignore[no-untyped-call]
+        is_gated = self.activation == "swiglu"
+        up = torch.unflatten(self.gate_up_proj, 1, (2, -1)) if is_gated else self.up_proj.unsqueeze(1)
         down = self.down_proj
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else up.dtype
         values = (x.to(dtype), routing.experts, routing.weights, up.to(dtype), None, down.to(dtype), None)

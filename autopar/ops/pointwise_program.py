@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.torch_compat import TorchDispatchMode
+from autopar.torch_compat import DispatchMode
 
 FILLED_LIKE = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros_like", "ones_like", "full_like"))
 UNTAGGED = frozenset(  # elementwise, but not tagged so
@@ -125,11 +125,11 @@ def text_of(function: Callable[..., Tensor | Sequence[Tensor]], inputs: int, dty
     return writer.text([results] if isinstance(results, Tensor) else results)
 
 
-class Writer(TorchDispatchMode):
+class Writer(DispatchMode):
     """Writes down the elementwise ops that run while it is active; `names` has the inputs by the id of the tensor."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: dict[int, str] = {}
         self._lines: list[tuple[str, str, frozenset[str]]] = []  # (name, call, names that it reads)
         self._kept: list[Any] = []  # so that an id stays that of one tensor

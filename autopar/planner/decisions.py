@@ -94,7 +94,7 @@ class DecisionList:
             if node.op == "placeholder":
                 self._add_placeholder(node, inputs[node.name].kind, inputs[node.name].name)
             elif node.op == "output":
-                self._add_results(node)
+                self._add_results()
             elif is_getitem(node):
                 producer, index = node.args
                 self._at[node.name] = Source(self._at[producer.name].decision, index)
@@ -194,11 +194,11 @@ class DecisionList:
         pairs = zip(call.outputs, strategy.outputs, strict=True)
         return sum(local_bytes(spec, layout, self.mesh_shape) for spec, layout in pairs if spec is not None)
 
-    def _add_results(self, node: fx.Node) -> None:
+    def _add_results(self) -> None:
         """Gradients take their parameter's layout; a loss, a buffer and an outside output are replicated."""
         parameters = {item.name: item for item in self.decisions if item.kind == "parameter"}
         has_loss = any(output.kind is OutputKind.LOSS for output in self.program.outputs)
-        for output, value in zip(self.program.outputs, node.args[0], strict=True):  # type: ignore[arg-type]
+        for output, value in zip(self.program.outputs, self.program.results, strict=True):
             source = self._at[value.name]
             producer = self.decisions[source.decision]
             if output.kind is OutputKind.OUTPUT and has_loss:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.errors import InfeasibleProblemError, NotDivisibleError, PlanError
 from autopar.planner.build import TIED, PlanningProblem
 from autopar.planner.decisions import Decision, Source
-from autopar.planner.prices import VIEWS
+from autopar.planner.saved_values import is_view
 from autopar.search import FORBIDDEN, Problem, evaluate, solve
 from autopar.sharding.layout import Layout, replicated, shard_dim
 
@@ -196,18 +196,16 @@ class _Usable:
 
     def _reads(self, reader: int, argument: int, placement: Placement) -> bool:
         decision = self.planning.decisions[reader]
-        is_view = decision.call is not None and decision.call.name in VIEWS
         choices = zip(decision.strategies, self.allowed[reader], strict=True)
         fitting = (item for item, allowed in choices if allowed and item.inputs[argument][-1] == placement)
-        return any(not is_view or self.takes(reader, item.outputs[0][-1]) for item in fitting)
+        return any(not is_view(decision) or self.takes(reader, item.outputs[0][-1]) for item in fitting)
 
 
 def _never_gathered(planning: PlanningProblem, problem: Problem) -> Problem:
     """Forbid moving a weight over the last axis: an op that reads it (or a view of it) takes it as it is cut."""
     weights: set[int] = set()
     for index, decision in enumerate(planning.decisions):
-        is_view = decision.call is not None and decision.call.name in VIEWS
-        if _is_matrix(decision) or (is_view and decision.sources[0].decision in weights):
+        if _is_matrix(decision) or (is_view(decision) and decision.sources[0].decision in weights):
             weights.add(index)
     costs = list(problem.edge_costs)
     known: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}

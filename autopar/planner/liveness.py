@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from torch import fx
 
-from autopar.capture.program import InputKind
+from autopar.capture.program import InputKind, results_of
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.storages import storages_of
@@ -135,7 +135,8 @@ class _Lifetimes:
 
     def _kind_of(self, node: fx.Node) -> Kind:
         if node.op == "placeholder":
-            return _INPUT_KINDS.get(self.kinds.get(node.name), "input")  # type: ignore[arg-type]
+            kind = self.kinds.get(node.name)
+            return "input" if kind is None else _INPUT_KINDS.get(kind, "input")
         if node.op == "get_attr":
             return "buffer"
         return "collective" if is_collective(node) or "move" in node.meta else "activation"
@@ -161,9 +162,9 @@ class _Lifetimes:
 
     def _hold(self, gm: fx.GraphModule, end: int, kind: Kind, saved: int, graph_end: int) -> None:
         """Results live to the end of the step; the `saved` last ones to their last reader in the backward."""
-        results = gm.graph.output_node().args[0]
-        count = len(results) - saved  # type: ignore[arg-type]
-        for position, node in enumerate(results):  # type: ignore[arg-type]
+        results = results_of(gm.graph)
+        count = len(results) - saved
+        for position, node in enumerate(results):
             for storage in self._storages(node) if isinstance(node, fx.Node) else ():
                 last = end if position < count else max(self.last[storage], graph_end)
                 self.last[storage] = max(self.last[storage], last)

@@ -165,13 +165,15 @@ class _Planner:
     tried: set[tuple[tuple[int, ...], str]] = field(default_factory=set)  # choices and names that were made to fit
     fastest: float = float("inf")  # foreseen seconds of the best plan that recomputes and fits
 
-    def run(self) -> Planned:
+    def __post_init__(self) -> None:
         self.prices = Prices(self.mesh)
         self.limit = self.options.limit(self.mesh)
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
         self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
+
+    def run(self) -> Planned:
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
             choice = self._hand_plan(name, self.options.time_limit_s)
@@ -381,13 +383,7 @@ def price_choice(
 
     `pick`: a choice, and what becomes of its values.
     """
-    planner = _Planner(program, mesh, options)
-    planner.prices = Prices(mesh)
-    planner.limit = options.limit(mesh)
-    planner.rules = options.rule_book(mesh)
-    decisions = DecisionList(program, planner.prices, options.optimizer, planner.rules).build()
-    planning = build_problem(program, decisions, planner.prices, usage_limit=float(planner.limit))
-    planner.planning = apply_constraints(planning, options.constraints, None)
+    planner = _Planner(program, mesh, replace(options, parameter_layouts=None))
     picked, residency = pick(planner.planning)
     best = planner._add(name, tuple(picked), planner._checked(name, tuple(picked)))
     best = planner._refitted(best, planner._fit(best).measured(residency))

@@ -66,10 +66,8 @@ def collective_call(node: fx.Node, geometry: RankGeometry) -> CollectiveCall:
 
 def exchange_call(node: fx.Node, axis: int, here: int) -> CollectiveCall:
     """An all-to-all, or what it is where a rank keeps its own share to itself: messages to a neighbour or two."""
-    source: fx.Node
-    coming: Sequence[int]
-    sent: Sequence[int]
-    source, coming, sent, _ = node.args  # type: ignore[assignment]
+    args: Any = node.args
+    source, coming, sent, _ = args
     own, arriving = (_bytes(value.meta["val"]) for value in (source, node))
     if sent[here]:  # in equal shares, the buffer holds what stays here too
         return CollectiveCall("all_to_all", axis, own)

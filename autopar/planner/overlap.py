@@ -20,7 +20,8 @@ from torch.distributed.tensor import Partial
 
 from autopar.passes.schedule_collectives import HEAVY_NAMES
 from autopar.planner.decisions import Decision
-from autopar.planner.prices import VIEWS, Prices
+from autopar.planner.prices import Prices
+from autopar.planner.saved_values import roots_of
 from autopar.search import FORBIDDEN
 from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.op_call import TensorSpec
@@ -107,6 +108,7 @@ class Windows:
         self.clock = [0.0, *accumulate(fastest)]  # when each decision starts, if nothing communicates
         self.heavy_before = self._heavy_before()
         self.phase_start = self._phase_start()
+        self.roots = roots_of(decisions)
         self.gathered = self._gathered_bytes()
         self.results = self._result_windows()
 
@@ -144,14 +146,6 @@ class Windows:
         heavy = self.heavy_before[consumer]
         return 0.0 if heavy < 0 else self.clock[heavy + 1] - self.clock[heavy]
 
-    def _root(self, index: int) -> int:
-        """The decision whose value a chain of views shows."""
-        decision = self.decisions[index]
-        while decision.call is not None and decision.call.name in VIEWS and decision.sources:
-            index = decision.sources[0].decision
-            decision = self.decisions[index]
-        return index
-
     def _gathered_bytes(self) -> dict[tuple[int, bool], float]:
         """By heavy op: bytes of the parameters, and of the other tensors, whose readers follow it next."""
         total: dict[tuple[int, bool], float] = {}
@@ -162,7 +156,7 @@ class Windows:
         return total
 
     def _gather_key(self, consumer: int, source: int) -> tuple[int, bool]:
-        return self.heavy_before[consumer], self.decisions[self._root(source)].kind == "parameter"
+        return self.heavy_before[consumer], self.decisions[self.roots[source]].kind == "parameter"
 
     def _gather_share(self, consumer: int, source: int) -> float:
         total = self.gathered[self._gather_key(consumer, source)]

@@ -79,7 +79,7 @@ class Prices:
     def _collective(self, kind: str, bytes_: float, axis: int) -> float:
         if kind in ("slice", "copy"):
             return self.copy(bytes_ / self.mesh.shape[axis] if kind == "slice" else bytes_)
-        return float(collective_seconds(kind, bytes_, self.axes[axis]))  # type: ignore[arg-type]
+        return float(collective_seconds(kind, bytes_, self.axes[axis]))
 
     def op(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
         """Seconds of one op under each strategy, on the largest shard, called as it stands."""

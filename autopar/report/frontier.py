@@ -1,12 +1,13 @@
-"""What each byte less costs: the frontier of a plan as a table, and as a picture (SVG)."""
+"""What each byte less costs: the frontier of a plan as a table, and as a picture."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from autopar.plots import new_figure
 from autopar.report.text import bytes_text, seconds_text
 
-WIDTH, HEIGHT, MARGIN = 640, 400, 70
 Points = Sequence[tuple[int, float]]
 
 
@@ -21,34 +22,12 @@ def frontier_table(points: Points) -> str:
     return "\n".join(lines)
 
 
-def frontier_svg(points: Points) -> str:
-    """The same as a picture: bytes to the right, seconds upwards, both from zero; a point's title says its numbers."""
-    most = max((bytes_ for bytes_, _ in points), default=1) or 1
-    longest = max((seconds for _, seconds in points), default=1.0) or 1.0
-    places = [
-        (MARGIN + (WIDTH - 2 * MARGIN) * bytes_ / most, HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * seconds / longest)
-        for bytes_, seconds in points
-    ]
-    steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
-    dots = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{bytes_text(bytes_)}, {seconds_text(seconds)}</title></circle>'
-        for (x, y), (bytes_, seconds) in zip(places, points, strict=True)
-    ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="13">',
-            f'<path d="M{MARGIN},{MARGIN} V{bottom} H{right}" fill="none" stroke="black"/>',
-            f'<polyline points="{steps}" fill="none" stroke="steelblue" stroke-width="2"/>',
-            *dots,
-            _text(right, bottom + 20, "end", bytes_text(most)),
-            _text(MARGIN - 8, MARGIN + 4, "end", seconds_text(longest)),
-            _text((MARGIN + right) // 2, bottom + 40, "middle", "bytes at the peak of one rank"),
-            _text(MARGIN, MARGIN - 20, "start", "seconds of one step"),
-            "</svg>",
-        ]
-    )
-
-
-def _text(x: int, y: int, anchor: str, text: str) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+def save_frontier(points: Points, path: str | os.PathLike[str]) -> None:
+    """The same as a picture, PNG or SVG by the name of the file; needs matplotlib."""
+    figure = new_figure(6.4, 4)
+    axes = figure.add_subplot()
+    axes.plot([bytes_ / 1e9 for bytes_, _ in points], [1e3 * seconds for _, seconds in points], marker="o")
+    axes.set(xlabel="GB at the peak of one rank", ylabel="ms of one step", title="memory and time")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    figure.savefig(os.fspath(path), dpi=120)

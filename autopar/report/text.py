@@ -38,11 +38,11 @@ def bytes_text(bytes_: float) -> str:
 
 
 def _render(*parts: object) -> str:
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    file = io.StringIO()
+    console = Console(file=file, width=WIDTH, color_system=None, highlight=False)
     for part in parts:
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def plan_text(plan: Plan) -> str:

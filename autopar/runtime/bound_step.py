@@ -67,10 +67,8 @@ class BoundStep:
     @cached_property
     def _output_slots(self) -> tuple[tuple[OutputKind, Slot], ...]:
         program, assignment = self.step.program, self.step.assignment
-        nodes = program.graph_module.graph.output_node().args[0]
         found = []
-        for item, node, layout in zip(program.outputs, nodes, assignment.outputs, strict=True):  # type: ignore[arg-type]
-            assert isinstance(node, fx.Node)
+        for item, node, layout in zip(program.outputs, program.results, assignment.outputs, strict=True):
             value: Tensor = node.meta["val"]
             held = assignment.layout_of(node) if layout is None else layout
             slot = Slot(item.name, "", held, tuple(value.shape), value.dtype, item.differentiable)

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.torch_compat import DispatchMode
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(DispatchMode):
     """Counts live bytes by storage, while it is entered.
 
     Each storage counts once, whichever tensors view it, from the op that first returns it (or from `hold`) until it is
@@ -20,7 +21,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._alive: set[int] = set()  # identities of storages

@@ -109,10 +109,8 @@ class _VirtualStep:
         return inputs
 
     def _recombined(self, results: Sequence[Sequence[Tensor]], peak_bytes: tuple[int, ...]) -> VirtualRun:
-        nodes = self.program.graph_module.graph.output_node().args[0]
         found: dict[OutputKind, dict[str, Tensor]] = {kind: {} for kind in OutputKind}
-        for index, (output, node) in enumerate(zip(self.program.outputs, nodes, strict=True)):  # type: ignore[arg-type]
-            assert isinstance(node, fx.Node)
+        for index, (output, node) in enumerate(zip(self.program.outputs, self.program.results, strict=True)):
             layout = self.assignment.outputs[index]
             layout = self.assignment.layout_of(node) if layout is None else layout
             found[output.kind][output.name] = recombine([rank[index] for rank in results], layout, self.mesh_shape)

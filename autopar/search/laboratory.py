@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.table import Table
 
 from autopar.errors import AutoparError
+from autopar.plots import new_figure
 from autopar.search.problem import Problem
 from autopar.search.progress import number, percent
 from autopar.search.registry import Strategy, solve
@@ -127,14 +128,8 @@ def save_csv(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 def save_plot(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
     """Incumbents over time, one panel per problem, as a PNG; needs matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AutoparError("a plot needs matplotlib", fix="pip install matplotlib") from error
     names = list(dict.fromkeys(record.problem for record in records))
-    figure = Figure(figsize=(6, 3.2 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6, 3.2 * len(names))
     for panel, name in enumerate(names):
         axes = figure.add_subplot(len(names), 1, panel + 1)
         for record in (record for record in records if record.problem == name):

@@ -5,12 +5,10 @@ It is the problem of the ASPLOS 2025 contest on intra-operator parallelism, and 
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autopar.collector import collector_paused
 from autopar.errors import ProblemFormatError
 
 FORBIDDEN = 10**18
@@ -54,7 +53,7 @@ class Problem:
     def load(cls, path: str | os.PathLike[str]) -> Problem:
         """Read the contest's JSON; a name that ends in `.gz` is gunzipped first."""
         raw = _read(Path(path))
-        with _no_garbage_collection():  # it would walk millions of fresh numbers again and again
+        with collector_paused():  # it would walk millions of fresh numbers again and again
             return _from_json(raw, where=str(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -166,17 +165,6 @@ def _read(path: Path) -> bytes:
         return gzip.decompress(data) if path.name.endswith(".gz") else data
     except (OSError, EOFError) as error:
         raise ProblemFormatError(f"cannot be read: {error}", where=str(path)) from error
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_nodes(problem: Problem) -> None:

@@ -1,9 +1,9 @@
-"""One model under many meshes and plans: captured once, run on one device once, planned once per mesh."""
+"""One model under many meshes and plans: captured once, and run on one device once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,16 +15,14 @@ from autopar.capture.trace import capture, tensor_leaves
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
-from autopar.planner.build import PlanningProblem
-from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.make import plan_program
 from autopar.runtime.virtual_run import run_virtual_step
+from autopar.sharding.assignment import Assignment
 from autopar.verification import Report, Values, compare, eager_values, is_random, traced_values
 from autopar.zoo.models import TABLE, make
 from autopar.zoo.more import MORE, make_more
 from autopar.zoo.plain import PLAIN, make_plain
 
-HAND_PLAN_TIME_S = 30.0
 Make = Callable[[str], tuple[nn.Module, Any]]
 FAMILIES: Mapping[str, tuple[Mapping[str, Any], Make]] = {
     "zoo": (TABLE, make),
@@ -69,10 +67,9 @@ class Specimen:
     expected: Values
     reference: str
 
-    def verify(self, planning: PlanningProblem, choice: Sequence[int]) -> Report:
-        """One choice on all ranks of its mesh."""
-        assignment, shape = planning.assignment(choice), planning.mesh_shape
-        run = run_virtual_step(self.model, self.program, assignment, shape, self.args, self.kwargs, seed=SEED)
+    def verify(self, assignment: Assignment, mesh: Mesh) -> Report:
+        """One plan on all ranks of its mesh."""
+        run = run_virtual_step(self.model, self.program, assignment, mesh.shape, self.args, self.kwargs, seed=SEED)
         return compare(Values(run.outputs, run.gradients, run.buffers), self.expected, reference=self.reference)
 
 
@@ -112,31 +109,23 @@ def _check(name: str, meshes: Mapping[str, Sequence[str]], hardware: str) -> Ite
 
 @dataclass
 class _Bench:
-    """A specimen on one mesh; plans that make the same choice are run once."""
+    """A specimen on one mesh; plans that decide the same are run once."""
 
     found: Specimen
     mesh: Mesh
-    planning: PlanningProblem | None = None
-    known: dict[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
+    known: dict[object, tuple[str, str]] = field(default_factory=dict)  # by what a plan decides
 
     def verdict(self, plan: str) -> tuple[str, str]:
         """(verified, refused or wrong; details)."""
         try:
-            choice = self._choice(plan)
-            assert self.planning is not None
-            if choice not in self.known:
-                self.known[choice] = judged(self.found.verify(self.planning, choice))
+            planned = plan_program(self.found.program, self.mesh, make_options(plan, None, None, ()))
+            assignment = planned.assignment
+            decided = planned.choice, frozenset(assignment.recomputed), frozenset(assignment.gathered_once)
+            if decided not in self.known:
+                self.known[decided] = judged(self.found.verify(assignment, self.mesh))
         except Exception as error:  # whatever a stage raises is the outcome of the cell
             return refusal(error)
-        return self.known[choice]
-
-    def _choice(self, plan: str) -> tuple[int, ...]:
-        if self.planning is None or plan not in HAND_PLANS:
-            planned = plan_program(self.found.program, self.mesh, make_options(plan, None, None, ()))
-            self.planning = planned.planning
-            return planned.choice
-        free = replace(self.planning, problem=replace(self.planning.problem, usage_limit=None))
-        return tuple(hand_plan(free, plan, time_limit_s=HAND_PLAN_TIME_S, seed=SEED))
+        return self.known[decided]
 
 
 def judged(report: Report) -> tuple[str, str]:

@@ -10,14 +10,14 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.cost_models.collectives import Collective, collective_seconds
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links, load_profile
 from autopar.cost_models.links import link_of_kind
 from published_tables.comparison import Claim, Row, Table, halves, quantile_error, read_rows
 
 FILE = "nccl_bandwidth.csv"
 MIB = 2**20
-KINDS: dict[str, Collective] = {
+KINDS: dict[str, str] = {
     "all_reduce": "all_reduce", "allreduce": "all_reduce", "all_gather": "all_gather", "allgather": "all_gather",
     "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all", "sendrecv": "send",
     "broadcast": "broadcast",

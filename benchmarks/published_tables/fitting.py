@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize
 
-from autopar.cost_models.collectives import Collective, collective_seconds
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks
 from autopar.cost_models.links import LINK_KINDS, Link
 from published_tables import collectives
@@ -60,7 +60,7 @@ def _fit_group(folder: Path, start: Constants, files: tuple[str, ...], names: tu
 class _Group:
     """Rows of one system, collective and number of ranks: all their sizes at once."""
 
-    kind: Collective
+    kind: str
     axis: AxisLinks
     sizes: np.ndarray
     measured_s: np.ndarray

@@ -38,7 +38,7 @@ def check(names: list[str], residual: bool, tied: bool, mesh_shape: tuple[int, .
     assert report.ok, report.table
 
 
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3),
     residual=st.booleans(),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from autopar.capture.replacements.draw import Draw
 from autopar.capture.replacements.randomness import dropped
+from autopar.torch_compat import broadcast_shapes
 
 
 def scaled_dot_product_attention(
@@ -31,7 +32,7 @@ def scaled_dot_product_attention(
     """F.scaled_dot_product_attention of inputs of any rank, through `autopar::attention`."""
     if query.is_nested or (attn_mask is not None and is_causal):
         return NotImplemented
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
+    batch = broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_four_dims(item, batch) for item in autocast((query, key, value)))
     mask = None if attn_mask is None else _mask_of_four_dims(attn_mask, query.dim(), q.shape[0], batch)
     if mask is not None and mask.is_floating_point():
@@ -104,7 +105,7 @@ def _of_rank(out: Tensor, dims: int, batch: tuple[int, ...]) -> Tensor:
         return out[0, 0]
     if dims == 3:
         return out.squeeze(1)
-    return out if dims == 4 else out.unflatten(0, batch)  # type: ignore[no-untyped-call]
+    return out if dims == 4 else torch.unflatten(out, 0, batch)
 
 
 ATTENTION_REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {

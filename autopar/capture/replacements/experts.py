@@ -31,10 +31,10 @@ MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert
 @contextmanager
 def traceable_experts(model: nn.Module) -> Iterator[None]:
     """In here the expert layers of transformers run `experts_forward`; the configurations are as before on leaving."""
-    interface = sys.modules.get(INTERFACE)
+    interface: Any = sys.modules.get(INTERFACE)
     configs = [] if interface is None else list(_replaced_configs(model))
     if configs:
-        interface.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)  # type: ignore[union-attr]
+        interface.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     before = [(config, vars(config)[SETTING]) for config in configs]
     for config in configs:
         vars(config)[SETTING] = NAME
@@ -60,7 +60,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     activation = activation_of(module, hidden_states.dtype)
     if activation is None:
         grouped = sys.modules[INTERFACE].ALL_EXPERTS_FUNCTIONS[GROUPED]
-        return grouped(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        found: Tensor = grouped(module, hidden_states, top_k_index, top_k_weights)
+        return found
     up, up_bias, down, down_bias = _weights(module)
     x, up, down = autocast((hidden_states.to(up.dtype), up, down))
     biases = [None if bias is None else bias.to(x.dtype) for bias in (up_bias, down_bias)]
@@ -87,8 +88,8 @@ def _by_gate(module: Any, tensor: Tensor) -> Tensor:
     """Dim 1, which holds the gates one after the other or in turns, as dims [G, F]."""
     gates = 2 if module.has_gate else 1
     if module.is_concatenated:
-        return tensor.unflatten(1, (gates, -1))  # type: ignore[no-untyped-call,no-any-return]
-    return tensor.unflatten(1, (-1, gates)).transpose(1, 2)  # type: ignore[no-untyped-call,no-any-return]
+        return torch.unflatten(tensor, 1, (gates, -1))
+    return torch.unflatten(tensor, 1, (-1, gates)).transpose(1, 2)
 
 
 def activation_of(module: Any, dtype: torch.dtype) -> str | None:
@@ -103,7 +104,7 @@ def activation_of(module: Any, dtype: torch.dtype) -> str | None:
             return None
 
 
-class _ActivationWriter(Writer):  # type: ignore[no-untyped-call]
+class _ActivationWriter(Writer):
     """Knows the gates by their values in a sample whose elements all differ, however they are cut from it."""
 
     def __init__(self, module: Any, gates: int, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from autopar.capture.replacements.draw import Draw
 from autopar.errors import UnsupportedRandomError
+from autopar.torch_compat import broadcast_shapes
 
 SELU_NEGATIVE_LIMIT = 1.7580993408473766  # alpha * scale of Klambauer et al. 2017, as ATen's alpha_dropout has it
 
@@ -179,7 +180,7 @@ def normal(
 
 
 def _common_shape(tensors: Sequence[Tensor]) -> Sequence[int]:
-    return torch.broadcast_shapes(*(item.shape for item in tensors))  # type: ignore[no-untyped-call,no-any-return]
+    return broadcast_shapes(*(item.shape for item in tensors))
 
 
 def bernoulli(

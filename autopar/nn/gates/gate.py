@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ def check_one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise UnsupportedOptionError(f"{option} is {value!r}", fix=f"use one of: {', '.join(known)}")
 
 
-class Gate(nn.Module):
+class Gate(nn.Module, ABC):
     """Scores every token for every expert: a linear router `weight` [num_experts, d_model]. Base of the gates below.
 
     The router is computed in `router_dtype`, or in the input's dtype where that is wider (None: always in the input's),
@@ -67,9 +68,9 @@ class Gate(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(dtype), weight.to(dtype))
 
+    @abstractmethod
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of `x` [..., tokens, d_model]."""
-        raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"

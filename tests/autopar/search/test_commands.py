@@ -45,7 +45,6 @@ def test_bench_search_saves_one_line_per_problem_and_strategy(tmp_path: Path) ->
 
 
 def test_bench_search_draws_the_incumbents_over_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.png"
     words = ("--strategies", "ilp,greedy", "--csv", str(tmp_path / "r.csv"), "--plot", str(plot))
     assert run("bench-search", str(DATA / "example.json"), *words) == 0
