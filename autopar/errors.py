@@ -153,3 +153,7 @@ class OmittedOutputError(AutoparError, AttributeError):
 
 class ExpertPlacementError(AutoparError):
     """Expert loads, a mesh, slots and a current placement that do not fit together."""
+
+
+class ScheduleError(AutoparError):
+    """A pipeline schedule that cannot be made for these stages, or whose actions do not run as they must."""

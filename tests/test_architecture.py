@@ -20,6 +20,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "version": set(),
     "cost_models": set(),  # numbers: bytes, ranks, links
     "plots": set(),
+    "schedules": {"cost_models", "plots", "collector"},  # action lists: numbers
     "search": {"plots", "collector"},  # problems
     "folding": set(),
     "torch_compat": set(),
@@ -29,8 +30,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "mesh": {"cost_models"},
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
-    "report": {"folding", "sharding", "mesh", "cost_models", "plots"},
-    "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models"},
+    "report": {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
+    "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
@@ -39,15 +40,17 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops
     "planner": FOUNDATION
     | VIRTUAL
-    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "passes", "cost_models", "search"},
-    "runtime": FOUNDATION | VIRTUAL | {"capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
+    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "passes", "cost_models", "search", "schedules"},
+    "runtime": FOUNDATION
+    | VIRTUAL
+    | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
     "nn": FOUNDATION,
     "optim": {"torch_compat"},
     "model_source": {"source"},
     "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},
     "compiler": FOUNDATION
-    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime"},
+    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"},
 }
 # The front door: it may import every room, and no room may import it.
 FRONT_DOOR = {"__init__", "__main__", "api", "cli", "commands", "zoo"}
