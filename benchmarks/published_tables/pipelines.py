@@ -11,16 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.cost_models.pipeline import (
-    StageTimes,
-    bubble_rate,
-    closed_step_seconds,
-    interleaved,
-    longest_rank_seconds,
-    one_forward_one_backward,
-    simulate_schedule,
-)
-from autopar.cost_models.zero_bubble import ZeroBubbleMemory, zero_bubble
+from autopar.cost_models.pipeline import StageTimes, bubble_rate, closed_step_seconds
+from autopar.schedules.list_scheduling import ZeroBubbleMemory, zero_bubble
+from autopar.schedules.synchronous import interleaved, one_forward_one_backward
+from autopar.schedules.timing import longest_rank_seconds, simulate_schedule
 from published_tables.comparison import Claim, Row, Table, read_rows
 
 FILE = "zero_bubble.csv"

@@ -6,11 +6,13 @@ are those of Qi et al., arXiv:2401.10241, section 3.1; several variants run and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
-from autopar.cost_models.pipeline import Action, Schedule, StageTimes
+from autopar.cost_models.pipeline import StageTimes
+from autopar.schedules.actions import Action, Schedule
 
 _NEVER = float("inf")
 
@@ -44,12 +46,22 @@ class _Rank:
     actions: list[Action] = field(default_factory=list)
 
 
-def zero_bubble(ranks: int, microbatches: int, times: StageTimes, memory: ZeroBubbleMemory) -> Schedule:
-    """The best schedule that the greedy variants find under the memory limit."""
+def zero_bubble(
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | Sequence[StageTimes],
+    memory: ZeroBubbleMemory | Sequence[ZeroBubbleMemory],
+) -> Schedule:
+    """The best schedule that the greedy variants find under the memory limit.
+
+    `times` and `memory` are those of every rank, or of each.
+    """
+    every_time = [times] * ranks if isinstance(times, StageTimes) else list(times)
+    every_memory = [memory] * ranks if isinstance(memory, ZeroBubbleMemory) else list(memory)
     # The shares are a grid, but for 0.75: it was added for one setting of the paper (8 ranks, 32 microbatches).
     found: list[tuple[float, int, Schedule]] = []
     for threshold, late in product((0.05, 0.5, 0.95), (0.0, 0.5, 0.75, 1.0)):
-        greedy = _Greedy(ranks, microbatches, times, memory, _Variant(threshold, late))
+        greedy = _Greedy(microbatches, every_time, every_memory, _Variant(threshold, late))
         found.append((greedy.run(), len(found), greedy.schedule()))
     return min(found)[2]
 
@@ -62,8 +74,13 @@ class _Greedy:
     """
 
     def __init__(
-        self, ranks: int, microbatches: int, times: StageTimes, memory: ZeroBubbleMemory, variant: _Variant
+        self,
+        microbatches: int,
+        times: Sequence[StageTimes],
+        memory: Sequence[ZeroBubbleMemory],
+        variant: _Variant,
     ) -> None:
+        ranks = len(times)
         self.count, self.microbatches, self.times = ranks, microbatches, times
         self.memory, self.variant = memory, variant
         self.ranks = [_Rank() for _ in range(ranks)]
@@ -85,7 +102,8 @@ class _Greedy:
 
     def schedule(self) -> Schedule:
         """The actions placed so far, by rank."""
-        return tuple(tuple(rank.actions) for rank in self.ranks)
+        lists = tuple(tuple(rank.actions) for rank in self.ranks)
+        return Schedule("zb-greedy", self.count, self.microbatches, 1, lists)
 
     def _next_time(self, index: int) -> float:
         """When this rank can act next: at the next arrival, or now if a weight gradient is at hand."""
@@ -97,7 +115,7 @@ class _Greedy:
 
     def _forward_time(self, index: int) -> float:
         rank = self.ranks[index]
-        if rank.forwards == self.microbatches or rank.memory + 1 > self.memory.limit + 1e-9:
+        if rank.forwards == self.microbatches or rank.memory + 1 > self.memory[index].limit + 1e-9:
             return _NEVER
         return self.forward_at[index][rank.forwards]
 
@@ -117,8 +135,8 @@ class _Greedy:
             self._alternate(index, now, input_s, forward_s)
 
     def _warm_up(self, index: int, now: float, input_s: float, forward_s: float) -> None:
-        late_s = now + self.times.forward_s - input_s
-        if forward_s <= now and late_s <= self.variant.late_share * self.times.forward_s:
+        late_s = now + self.times[index].forward_s - input_s
+        if forward_s <= now and late_s <= self.variant.late_share * self.times[index].forward_s:
             self._forward(index, now)
         elif input_s <= now:
             self._input(index, now)
@@ -130,7 +148,10 @@ class _Greedy:
         first, second = (forward_s, input_s) if rank.turn == "forward" else (input_s, forward_s)
         if min(first, second) > now:
             gap_s = min(first, second) - now
-            fills = rank.weights < rank.inputs and gap_s >= self.variant.fill_threshold * self.times.backward_weight_s
+            fills = (
+                rank.weights < rank.inputs
+                and gap_s >= self.variant.fill_threshold * self.times[index].backward_weight_s
+            )
             if fills:
                 self._weight(index)
             else:
@@ -142,25 +163,25 @@ class _Greedy:
 
     def _forward(self, index: int, now: float) -> None:
         rank, item = self.ranks[index], self.ranks[index].forwards
-        rank.now_s = now + self.times.forward_s
+        rank.now_s = now + self.times[index].forward_s
         rank.forwards, rank.memory, rank.turn = item + 1, rank.memory + 1, "input"
         rank.actions.append(Action("forward", index, item))
         if index + 1 < self.count:
-            self.forward_at[index + 1][item] = rank.now_s + self.times.send_s
+            self.forward_at[index + 1][item] = rank.now_s + self.times[index].send_s
         else:
             self.input_at[index][item] = rank.now_s
 
     def _input(self, index: int, now: float) -> None:
         rank, item = self.ranks[index], self.ranks[index].inputs
-        rank.now_s = now + self.times.backward_input_s
-        rank.inputs, rank.memory = item + 1, rank.memory - (1 - self.memory.weight_share)
+        rank.now_s = now + self.times[index].backward_input_s
+        rank.inputs, rank.memory = item + 1, rank.memory - (1 - self.memory[index].weight_share)
         rank.turn = "forward"
         rank.actions.append(Action("backward_input", index, item))
         if index > 0:
-            self.input_at[index - 1][item] = rank.now_s + self.times.send_s
+            self.input_at[index - 1][item] = rank.now_s + self.times[index].send_s
 
     def _weight(self, index: int) -> None:
         rank, item = self.ranks[index], self.ranks[index].weights
-        rank.now_s += self.times.backward_weight_s
-        rank.weights, rank.memory = item + 1, rank.memory - self.memory.weight_share
+        rank.now_s += self.times[index].backward_weight_s
+        rank.weights, rank.memory = item + 1, rank.memory - self.memory[index].weight_share
         rank.actions.append(Action("backward_weight", index, item))
