@@ -6,8 +6,8 @@ model, inputs -> capture -> decisions -> problem -> search -> plan -> passes -> 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -227,19 +227,21 @@ def verify(
     if isinstance(mesh, DeviceMesh):
         return _verify_live(mesh, read, example_inputs, tolerance)
     given = read()
-    run, program = _run_virtual(given.model, given.mesh, example_inputs, given.options, given.plan)
+    run, program, followed = _run_virtual(given.model, given.mesh, example_inputs, given.options, given.plan)
     actual = Values(run.outputs, run.gradients, run.buffers)
     expected, reference = _reference(given.model, program, example_inputs)
-    return compare(actual, expected, reference=reference, tolerance=tolerance)
+    report = compare(actual, expected, reference=reference, tolerance=tolerance)
+    return replace(report, plan=followed, peak_bytes=max(run.peak_bytes))
 
 
 def _run_virtual(
     model: nn.Module, mesh: Mesh, inputs: Inputs, options: Options, plan: Plan | None
-) -> tuple[VirtualRun, Program]:
+) -> tuple[VirtualRun, Program, Plan]:
     args, kwargs = call_arguments(inputs)
     program = capture(model, args, kwargs, device="cpu")
-    assignment = plan_or_follow(program, mesh, options, plan).assignment
-    return run_virtual_step(model, program, assignment, mesh.shape, args, kwargs, seed=SEED), program
+    planned = plan_or_follow(program, mesh, options, plan)
+    run = run_virtual_step(model, program, planned.assignment, mesh.shape, args, kwargs, seed=SEED)
+    return run, program, planned.plan
 
 
 def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
@@ -256,4 +258,5 @@ def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, t
     program, seed = pmodel.program, pmodel.next_seed
     actual = full_values(pmodel, program, args, kwargs)
     expected, reference = _reference(given.model, program, inputs, seed)
-    return compare(actual, expected, reference=reference, tolerance=tolerance)
+    report = compare(actual, expected, reference=reference, tolerance=tolerance)
+    return replace(report, plan=cast(Plan, pmodel.plan))

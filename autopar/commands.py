@@ -118,7 +118,9 @@ def run_verify(chosen: argparse.Namespace) -> int:
     )
     if chosen.json:
         tensors = {item.name: item.relative_error for item in report.comparisons}
-        print(json.dumps({"ok": report.ok, "worst": report.worst_tensor, "relative_errors": tensors}))
+        found = {"ok": report.ok, "worst": report.worst_tensor, "relative_errors": tensors}
+        planned_bytes = report.plan.peak_bytes if report.plan else None
+        print(json.dumps({**found, "peak_bytes": report.peak_bytes, "planned_peak_bytes": planned_bytes}))
     else:
         print(report if report.ok else f"{report}\n{report.table}")
     return 0 if report.ok else 1

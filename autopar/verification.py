@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
+from autopar.plan import Plan
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.twins import run_apart
 from autopar.runtime.virtual_run import program_values
@@ -47,6 +48,8 @@ class Report:
 
     comparisons: tuple[Comparison, ...]
     reference: str  # what the expected values came from
+    plan: Plan | None = None  # what was followed
+    peak_bytes: int | None = None  # measured, of the rank that held most; only on virtual ranks
 
     @property
     def ok(self) -> bool:
@@ -80,9 +83,12 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "verified" if self.ok else "NOT EQUAL"
+        memory = ""
+        if self.plan is not None and self.peak_bytes is not None:
+            memory = f"; at most {self.peak_bytes / 1e6:,.3f} MB held, {self.plan.peak_bytes / 1e6:,.3f} MB planned"
         return (
             f"{verdict}: {len(self.comparisons)} tensors against {self.reference}; worst {self.worst_tensor} "
-            f"with a relative error of {self.worst_relative_error:.2e}"
+            f"with a relative error of {self.worst_relative_error:.2e}{memory}"
         )
 
 

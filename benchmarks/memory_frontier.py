@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture
 from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.make import Options, plan_program
@@ -185,7 +186,7 @@ class Case:
         mesh = Mesh((1,), hardware="a100-80")
         planned = plan_program(program, mesh, Options(search="ddp", memory_limit_bytes=10**15))
         prices = Prices(mesh)
-        fit = Fit(planned.planning, planned.choice, prices, {})
+        fit = Fit(planned.planning, planned.choice, prices, planned.plan.step_s, {}, Budget(30))
         step_s = predicted_step_s(planned.planning, planned.choice, prices)
         return cls(name, program, planned.planning, fit, fit.measured(USUAL), step_s)
 

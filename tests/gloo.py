@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -88,6 +89,7 @@ def _run_rank(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    faulthandler.enable()  # a rank that dies says where
     try:
         dist.init_process_group(
             "gloo",

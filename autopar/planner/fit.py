@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleProblemError
+from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem
 from autopar.planner.measure import Measured, measured_program
 from autopar.planner.moves_again import MovesAgain
@@ -17,12 +18,12 @@ from autopar.planner.prices import Prices
 from autopar.planner.recomputation import Recomputation, with_gathers
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import SavedValues, is_view
-from autopar.search import Problem, solve
+from autopar.search import Problem, evaluate, solve
 
 Array = npt.NDArray[np.float64]
 ROUNDS = 6  # of solving and measuring
 LEVELS = 4  # narrow cuts of the forward before its own first reader at which a value may be recomputed
-GAP = 1e-3  # of the seconds spent on recomputing
+GAP = 1e-3  # of the whole step: a better answer is not worth the search
 BISECTIONS = 6  # in search of the least memory
 SLACK = 0.01  # of the limit: a plan that leaves less unused is not tried again
 
@@ -40,15 +41,17 @@ class Fitted:
 class Fit:
     """Chooses what to recompute under one choice of layouts.
 
-    `pins`: decisions that are to be kept, or recomputed. `residency`: the one so far.
+    `step_s`: seconds of the step as it is. `pins`: decisions that are to be kept, or recomputed. `residency`: the one
+    so far.
     """
 
     planning: PlanningProblem
     choice: Sequence[int]
     prices: Prices
+    step_s: float
     pins: Mapping[int, str]
+    budget: Budget
     residency: Residency = USUAL
-    time_limit_s: float = 10.0
     seed: int = 0
 
     @cached_property
@@ -117,20 +120,20 @@ class Fit:
         best: Fitted | None = start if start.measured.peak_bytes <= limit else None
         thriftiest, last = start, start
         constant = self._constant(start)
-        seen = {start.residency}
+        tried = {start.residency}
         for _ in range(rounds):
-            found = self._solved(constant, limit)
+            found = self._solved(constant, limit, tried)
             if found is None:
                 found = self.checkpointed
-            if found in seen:
+            if found in tried:
                 break
-            seen.add(found)
+            tried.add(found)
             last = self.measured(found)
             thriftiest = min(thriftiest, last, key=lambda item: item.measured.peak_bytes)
             fits = last.measured.peak_bytes <= limit
             if fits and (best is None or last.seconds < best.seconds):
                 best = last
-            if fits and last.measured.peak_bytes >= (1 - SLACK) * limit:
+            if fits and (self.budget.is_spent or last.measured.peak_bytes >= (1 - SLACK) * limit):
                 break
             fresh = self._constant(last)
             constant = fresh if fits or found == self.checkpointed else np.maximum(constant, fresh)
@@ -168,12 +171,27 @@ class Fit:
             )
         return constant
 
-    def _solved(self, constant: Array, limit: float) -> Residency | None:
+    def _solved(self, constant: Array, limit: float, known: Set[Residency]) -> Residency | None:
         problem, states = self.of.problem(constant, limit)
+        whole = _with_node(problem, self.step_s)  # so that the gap is one of the step
+        starts = [self.of.picks(residency, states, len(whole.costs)) for residency in {*known, self.checkpointed}]
+        costs = {start: evaluate(whole, start) for start in starts if start is not None}
+        start = min((start for start, cost in costs.items() if np.isfinite(cost)), key=costs.__getitem__, default=None)
         try:
-            solution = solve(problem, time_limit_s=self.time_limit_s, seed=self.seed, gap=GAP)
+            solution = solve(whole, time_limit_s=self.budget.share_s, seed=self.seed, start=start, gap=GAP)
         except InfeasibleProblemError:
             return None
         if not np.isfinite(solution.cost):
             return None
         return self.of.residency(solution.choice, states)
+
+
+def _with_node(problem: Problem, cost: float) -> Problem:
+    """The problem with one more node, which has no choice."""
+    return replace(
+        problem,
+        costs=(*problem.costs, np.array([cost])),
+        usages=(*problem.usages, np.zeros(1)),
+        intervals=(*problem.intervals, (0, 0)),
+        groups=None,
+    )

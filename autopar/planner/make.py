@@ -14,6 +14,7 @@ from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.constraints import Constraint, apply_constraints, residency_pins
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
@@ -32,6 +33,7 @@ from autopar.sharding.layout import Layout
 MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
 CLOSE = 1.05  # candidates foreseen up to this much above the fastest simulated one are simulated too
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
+JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
 
 GATHERS = {"fsdp": "recompute", "zero2": "keep"}
@@ -52,7 +54,7 @@ class Options:
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
-    time_limit_s: float = 10.0  # of one search; without a memory limit that binds, a fraction of it is needed
+    time_limit_s: float = 30.0  # of all searches; without a memory limit that binds, a fraction of it is needed
     seed: int = 0
     discovery: Discovery | None = None
 
@@ -172,11 +174,12 @@ class _Planner:
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
         self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
+        self.budget = Budget(self.options.time_limit_s)
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
-            choice = self._hand_plan(name, self.options.time_limit_s)
+            choice = self._hand_plan(name)
             self._add(name, choice, self._checked(name, choice))
         else:
             self._search()
@@ -184,10 +187,10 @@ class _Planner:
         best = self._best()
         return self._planned(best)
 
-    def _hand_plan(self, name: str, time_limit_s: float) -> tuple[int, ...]:
+    def _hand_plan(self, name: str) -> tuple[int, ...]:
         """A recipe's choice, whatever it needs: the problem's memory is an upper bound, the emitted program decides."""
         free = replace(self.planning, problem=_without_limit(self.planning.problem))
-        return hand_plan(free, name, time_limit_s=time_limit_s, seed=self.options.seed)
+        return hand_plan(free, name, time_limit_s=self.budget.share_s, seed=self.options.seed)
 
     def _as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
         problem = _without_limit(self.planning.problem)
@@ -217,8 +220,9 @@ class _Planner:
         if gathers is not None:
             own = {index: gathers for index, item in enumerate(self.planning.decisions) if item.kind == "parameter"}
             pins = own | pins
-        seconds = self.options.time_limit_s
-        return Fit(self.planning, candidate.choice, self.prices, pins, candidate.residency, seconds, self.options.seed)
+        step_s = candidate.foreseen_s - candidate.residency_s
+        choice, residency, seed = candidate.choice, candidate.residency, self.options.seed
+        return Fit(self.planning, choice, self.prices, step_s, pins, self.budget, residency, seed)
 
     def _refitted(self, candidate: _Candidate, fitted: Fitted) -> _Candidate:
         """The candidate with another residency, measured."""
@@ -247,7 +251,7 @@ class _Planner:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
         for name in HAND_PLANS:
             try:
-                choice = self._hand_plan(name, self.options.time_limit_s)
+                choice = self._hand_plan(name)
             except (PlanError, InfeasibleProblemError):
                 continue
             if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
@@ -265,7 +269,7 @@ class _Planner:
         allowance = float(self.limit)
         for _ in range(JOINT_ROUNDS if joint is not None else 0):
             assert joint is not None
-            solution = self._solution(_with_limit(joint.problem, allowance), None)
+            solution = self._solution(_with_limit(joint.problem, allowance), None, JOINT_GAP)
             if solution is None:
                 return False
             choice = joint.choice(solution.choice)
@@ -296,14 +300,15 @@ class _Planner:
             return None
         return self._add(self.options.search_name, solution.choice, solution)
 
-    def _solution(self, problem: Problem, start: Sequence[int] | None) -> Solution | None:
+    def _solution(self, problem: Problem, start: Sequence[int] | None, gap: float = 0.0) -> Solution | None:
         try:
             solution = solve(
                 problem,
                 strategy=self.options.search,
-                time_limit_s=self.options.time_limit_s,
+                time_limit_s=self.budget.share_s,
                 seed=self.options.seed,
                 start=start,
+                gap=gap,
             )
         except InfeasibleProblemError:
             return None

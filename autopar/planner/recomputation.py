@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autopar.planner.decisions import Decision
 from autopar.planner.moves_again import Gather, MovesAgain
 from autopar.planner.residency import Residency
-from autopar.planner.saved_values import FREE, KEEP, SavedValue, SavedValues, State, moment
+from autopar.planner.saved_values import FREE, KEEP, Piece, SavedValue, SavedValues, State, moment
 from autopar.search import FORBIDDEN, Problem
 
 Array = npt.NDArray[np.float64]
@@ -109,6 +109,24 @@ class Recomputation:
         kept = {index for index, state in zip(self.moves.gathers, picked[count:], strict=True) if state == KEEP}
         return with_gathers(Residency(self.saved.closed(recomputed)), self.moves.gathers, kept)
 
+    def picks(self, residency: Residency, states: Sequence[tuple[State, ...]], nodes: int) -> tuple[int, ...] | None:
+        """A residency as a choice of the problem of so many nodes; None where the problem does not have it."""
+        own = self.states(residency.recomputed)
+        wanted = [own[index] for index in self.saved.values]
+        wanted += [KEEP if gather.is_kept(index, residency) else FREE for index, gather in self.moves.gathers.items()]
+        if any(state not in options for state, options in zip(wanted, states, strict=True)):
+            return None
+        picks = [options.index(state) for state, options in zip(wanted, states, strict=True)]
+        for (index, value), options in zip(self.saved.values.items(), states, strict=False):
+            picks += [int(own[index] in piece.states) for piece in self.pieces(index, value, options)]
+        return (*picks, *[0] * (nodes - len(picks)))
+
+    def pieces(self, index: int, value: SavedValue, options: tuple[State, ...]) -> list[Piece]:
+        """The intervals in which some state holds the value; each has a node, after those of the values."""
+        if not self.bytes(index):
+            return []
+        return [piece for piece in value.pieces(len(self.decisions)) if not piece.states.isdisjoint(options)]
+
     def problem(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
         """The problem under a limit in bytes, and each node's states.
 
@@ -196,12 +214,11 @@ class _Builder:
     def _add_pieces(self, node: int, value: SavedValue, options: tuple[State, ...]) -> None:
         """A follower per interval, which holds the value or does not."""
         bytes_ = float(self.of.bytes(value.decision))
-        for piece in value.pieces(self.count):
+        for piece in self.of.pieces(value.decision, value, options):
             held = np.array([state in piece.states for state in options])
-            if bytes_ and held.any():
-                follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))
-                pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)
-                self._link(node, follower, pairs)
+            follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))
+            pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)
+            self._link(node, follower, pairs)
 
     def _add_constant(self, constant: Array) -> None:
         """What else is held: the most between two times at which the saved values change."""

@@ -25,12 +25,11 @@ MESHES = {
 def check(made: Made, mesh_shape: tuple[int, ...], search: str, memory_limit_bytes: int | None = None) -> autopar.Plan:
     model, inputs = made
     mesh = autopar.Mesh(mesh_shape, hardware="cpu")
-    plan = autopar.make_plan(model, mesh, example_inputs=inputs, search=search, memory_limit_bytes=memory_limit_bytes)
-    report = autopar.verify(model, mesh, example_inputs=inputs, plan=plan)
+    report = autopar.verify(model, mesh, example_inputs=inputs, search=search, memory_limit_bytes=memory_limit_bytes)
     assert report.ok, report.table
-    run = autopar.run_virtual(model, mesh, example_inputs=inputs, plan=plan)
-    assert 0.8 * plan.peak_bytes <= max(run.peak_bytes) <= plan.peak_bytes
-    return plan
+    assert report.plan is not None and report.peak_bytes is not None
+    assert 0.8 * report.plan.peak_bytes <= report.peak_bytes <= report.plan.peak_bytes
+    return report.plan
 
 
 @pytest.mark.slow
