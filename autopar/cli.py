@@ -12,8 +12,10 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from autopar import commands
@@ -41,9 +43,10 @@ COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists the
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    age_s = process_age_s() if arguments is None else 0.0
     try:
         with _current_folder_importable():
-            code = _run(words)
+            code = _run(words, age_s)
         sys.stdout.flush()
     except AutoparError as error:  # also of a parser's `type=`, as a malformed mesh
         _report(error, words)
@@ -56,13 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(words: Sequence[str], age_s: float) -> int:
+    """`age_s`: seconds that starting took, which a command with a time limit counts in."""
     parser = make_parser(COMMAND_ROOMS)
-    chosen = parser.parse_args(words)
+    chosen = parser.parse_args(words, argparse.Namespace(age_s=age_s))
     if not hasattr(chosen, "run"):
         parser.print_help(sys.stderr)
         return BAD_USAGE
     return int(chosen.run(chosen))
+
+
+def process_age_s() -> float:
+    """Seconds since this process began; where the system does not tell, the CPU seconds it has used."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # ticks after boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.process_time()
 
 
 def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:

@@ -1,28 +1,37 @@
 """Instances of the ASPLOS 2025 contest on intra-operator parallelism, under the contest's time limits.
 
-    python benchmarks/iopddl.py DIR [--instances A,B,G] [--time-scale X] [--seed N] [--write-docs]
+    python benchmarks/iopddl.py DIR [--instances A,B,G] [--time-scale X] [--seed N] [--results FILE] [--write-docs]
+    python benchmarks/iopddl.py --write-docs [--results FILE]
 
-DIR holds `asplos-2025-iopddl-NAME.json.gz` (github.com/google/iopddl). Reading counts as time. `--write-docs` puts the
-rows that ran into the table in docs/search.md, with machine and date, and keeps the other rows.
+DIR holds `asplos-2025-iopddl-NAME.json.gz` (github.com/google/iopddl). Each instance is solved by the command
+`autopar solve` in a process of its own: starting Python and reading count as time. The answer is checked by `evaluate`,
+and appended to FILE. `--write-docs` renders the latest record of every instance into docs/search.md; without DIR it
+does no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import json
 import math
 import os
 import platform
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from autopar.search import Problem, solve
+from autopar.search import Problem, evaluate
 from autopar.search.progress import number
 
-DOCS = Path(__file__).parent.parent / "docs" / "search.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "search.md"
+RESULTS = ROOT / "benchmarks" / "data" / "iopddl_results.jsonl"
 BEGIN, END = "<!-- iopddl: begin -->", "<!-- iopddl: end -->"
 HEADER = (
     "| | cost | cost / best known | proven bound | gap | to within 1 % | wall s (limit) | CPU s | machine, date |",
@@ -32,7 +41,7 @@ HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """The contest's time limit, and the best cost that we know of."""
+    """The contest's time limit, and the best cost that was known before these runs."""
 
     time_limit_s: float
     best_known: int
@@ -51,30 +60,30 @@ INSTANCES = {
 }
 
 
-def measure(path: Path, name: str, *, time_scale: float, seed: int) -> str:
-    """Solve one instance and give its row."""
-    instance = INSTANCES[name]
-    limit = instance.time_limit_s * time_scale
-    started, cpu = time.perf_counter(), time.process_time()
-    problem = Problem.load(path)
-    reading = time.perf_counter() - started
-    margin = 1.0 + 0.01 * limit  # unfolding and checking the last answer
-    solution = solve(problem, time_limit_s=limit - reading - margin, seed=seed)
-    wall, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    near = 1.01 * solution.cost
-    within = next((reading + seconds for seconds, cost, _ in solution.trace if cost <= near), math.inf)
-    cells = (
-        name,
-        number(solution.cost),
-        f"{solution.cost / instance.best_known:.4f}",
-        number(solution.bound),
-        f"{100 * solution.gap:.2f} %",
-        f"{within:.0f} s",
-        f"{wall:.0f} ({limit:.0f})",
-        f"{cpu_s:.0f}",
-        f"{machine()}, {dt.date.today()}",
-    )
-    return "| " + " | ".join(cells) + " |"
+def measure(path: Path, name: str, *, time_scale: float, seed: int) -> dict[str, Any]:
+    """Solve one instance from the shell, check the answer, and give its record."""
+    limit = INSTANCES[name].time_limit_s * time_scale
+    words = ["solve", str(path), "--time-limit", str(limit), "--seed", str(seed), "--json"]
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "autopar", *words], stdout=subprocess.PIPE, check=False)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = json.loads(done.stdout)
+    cost = evaluate(Problem.load(path), answer["choice"])
+    near = 1.01 * cost
+    return {
+        "instance": name,
+        "seed": seed,
+        "limit_s": limit,
+        "cost": cost,
+        "bound": min(answer["bound"] if answer["bound"] is not None else -math.inf, cost),
+        "to_within_1_percent_s": next(
+            (at for at, seen, _ in answer["trace"] if seen is not None and seen <= near), None
+        ),
+        "wall_s": round(wall, 1),
+        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "machine": machine(),
+        "date": str(dt.date.today()),
+    }
 
 
 def machine() -> str:
@@ -85,35 +94,57 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def write_rows(rows: Sequence[str]) -> None:
-    """Replace the rows of the same instances between the marks in docs/search.md."""
+def row(record: dict[str, Any]) -> str:
+    """A record as a line of the table."""
+    cost, bound, within = record["cost"], record["bound"], record["to_within_1_percent_s"]
+    cells = (
+        record["instance"],
+        number(cost),
+        f"{cost / INSTANCES[record['instance']].best_known:.4f}",
+        number(bound),
+        f"{100 * (cost - bound) / cost:.2f} %" if math.isfinite(cost) else "-",
+        "-" if within is None else f"{within:.0f} s",
+        f"{record['wall_s']:.0f} ({record['limit_s']:.0f})",
+        f"{record['cpu_s']:.0f}",
+        f"{record['machine']}, {record['date']}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def write_docs(results: Path) -> None:
+    """Render the latest record of every instance, under its full time limit, between the marks in docs/search.md."""
+    latest: dict[str, dict[str, Any]] = {}
+    for line in results.read_text().splitlines():
+        record = json.loads(line)
+        if record["limit_s"] == INSTANCES[record["instance"]].time_limit_s:
+            latest[record["instance"]] = record
     before, rest = DOCS.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    kept = [line for line in old.strip().splitlines() if line.startswith("|")][2:]
-    by_name = {row.split("|")[1].strip(): row for row in (*kept, *rows)}
-    table = "\n".join((*HEADER, *(by_name[name] for name in sorted(by_name))))
+    after = rest.split(END)[1]
+    table = "\n".join((*HEADER, *(row(latest[name]) for name in sorted(latest))))
     DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the instances that DIR has."""
+    """Measure the instances that DIR has, and render."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the instances lie")
+    parser.add_argument("folder", type=Path, nargs="?", help="where the instances lie; none: only render")
     parser.add_argument("--instances", default=",".join(INSTANCES), help="letters with commas between them")
     parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies the contest's time limits")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write-docs", action="store_true", help="refresh the table in docs/search.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where records are appended, one JSON a line")
+    parser.add_argument("--write-docs", action="store_true", help="render the records into docs/search.md")
     args = parser.parse_args(arguments)
-    print("\n".join(HEADER))
-    for name in args.instances.split(","):
+    for name in args.instances.split(",") if args.folder else ():
         path = args.folder / f"asplos-2025-iopddl-{name}.json.gz"
         if not path.is_file():
             print(f"{path} is not there", file=sys.stderr)
             continue
-        row = measure(path, name, time_scale=args.time_scale, seed=args.seed)
-        print(row, flush=True)
-        if args.write_docs:
-            write_rows([row])
+        record = measure(path, name, time_scale=args.time_scale, seed=args.seed)
+        print("\n".join((*HEADER, row(record))), flush=True)
+        with args.results.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    if args.write_docs:
+        write_docs(args.results)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.search.network import Array, Loads, Network
+from autopar.search.network import Array, Loads, Network, greatest_amounts
 
 
 class RangeMinimum:
@@ -35,11 +35,22 @@ def oversized(network: Network) -> dict[int, Array]:
         return {}
     least = RangeMinimum(network.capacity)
     masks: dict[int, Array] = {}
-    for node in network.loads:
+    for node in _suspects(network, least):
         mask: Array = np.logical_or.reduce(_over(network, node, least)[1], axis=0)
         if mask.any():
             masks[node] = mask
     return masks
+
+
+def _suspects(network: Network, least: RangeMinimum) -> list[int]:
+    """The nodes whose greatest amounts, added up over all rows, pass the least capacity of their whole stretch."""
+    nodes, loads = list(network.loads), list(network.loads.values())
+    counts = np.array([len(load.first) for load in loads])
+    starts = np.cumsum(counts) - counts
+    totals = np.add.reduceat(greatest_amounts(loads), starts)
+    low = np.minimum.reduceat(np.concatenate([load.first for load in loads]), starts)
+    high = np.maximum.reduceat(np.concatenate([load.last for load in loads]), starts)
+    return [nodes[at] for at in np.flatnonzero(totals > least.of(low, high)).tolist()]
 
 
 def crowded_times(network: Network, node: int) -> Array:

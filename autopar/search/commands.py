@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from autopar.search.evaluation import violations
 from autopar.search.laboratory import compare, save_csv, save_plot, to_table
+from autopar.search.native_output import native_output_on_stderr
 from autopar.search.problem import Problem
 from autopar.search.progress import ProgressLine, number, percent
 from autopar.search.registry import solve, strategy_names
+from autopar.search.solution import Solution
+
+_ENDING = 0.5  # unfolding, checking and printing the answer, next to reading the problem and to 1 % of the limit
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +33,9 @@ def _add_solve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("solve", help="solve a search problem (contest JSON, .gz too)")
     parser.add_argument("problem", type=Path, help="the problem's file")
     parser.add_argument("--strategy", default="ilp", help=f"one of: {', '.join(strategy_names())}")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for everything, starting and reading too"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=0.0, help="stop when proven within this share of the cost")
     parser.add_argument("--print-choice", action="store_true", help="print the choice as one bracketed list, last")
@@ -43,27 +54,55 @@ def _add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_solve(args: argparse.Namespace) -> int:
-    """Solve one problem: the live line on stderr, the answer on stdout. Status 1: no feasible choice was found."""
+    """Solve one problem: the live line on stderr, the answer on stdout. Status 1: no feasible choice was found.
+
+    The time limit counts from the start of the process: loading Python, and reading the problem, are part of it.
+    """
+    began = time.monotonic() - getattr(args, "age_s", 0.0)
+    reading = time.monotonic()
     problem = Problem.load(args.problem)
-    with ProgressLine(Console(stderr=True)) as line:
+    reading = time.monotonic() - reading
+    spent = time.monotonic() - began
+    with ProgressLine(Console(stderr=True)) as line, native_output_on_stderr():
         solution = solve(
             problem,
             strategy=args.strategy,
-            time_limit_s=args.time_limit,
+            time_limit_s=max(0.0, args.time_limit - spent - _ENDING * (reading + 0.01 * args.time_limit)),
             seed=args.seed,
             gap=args.gap,
             observer=line,
         )
+    broken = violations(problem, solution.choice)
+    if getattr(args, "json", False):
+        print(json.dumps(_as_json(solution, spent, broken)))
+        return 1 if broken else 0
     print(f"strategy {solution.strategy}, {solution.seconds:.1f} s")
     print(f"cost     {number(solution.cost)}")
     print(f"bound    {number(solution.bound)}")
     print(f"gap      {percent(solution.cost, solution.bound)}")
-    broken = violations(problem, solution.choice)
     if broken:
         print(f"no feasible choice found; the nearest breaks {len(broken)} rules, first: {broken[0]}")
     if args.print_choice:
         print("[" + ", ".join(str(pick) for pick in solution.choice) + "]")
     return 1 if broken else 0
+
+
+def _as_json(solution: Solution, spent_s: float, broken: Sequence[str]) -> dict[str, Any]:
+    """What `--json` prints; seconds count from the start of the process."""
+
+    def plain(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "strategy": solution.strategy,
+        "cost": plain(solution.cost),
+        "bound": plain(solution.bound),
+        "gap": plain(solution.gap),
+        "seconds": solution.seconds + spent_s,
+        "broken": list(broken[:10]),
+        "trace": [[seconds + spent_s, plain(cost), plain(bound)] for seconds, cost, bound in solution.trace],
+        "choice": list(solution.choice),
+    }
 
 
 def run_bench(args: argparse.Namespace) -> int:

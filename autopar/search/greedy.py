@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.search.messages import Pricing
-from autopar.search.network import Array
+from autopar.search.network import Array, Network
+from autopar.search.pricing import Pricing
 
 FORBIDDEN_QUANTA = 2.0**60
 """Stands for infinity where costs are subtracted: above every sum of allowed costs, which stay below 2**52."""
@@ -18,9 +18,8 @@ _RISE = 4.0  # each price over the one before
 _ATTEMPTS = 40
 
 
-def greedy_positions(pricing: Pricing, costs: Array) -> Array:
+def greedy_positions(network: Network, pricing: Pricing, costs: Array) -> Array:
     """In execution order, the cheapest given the earlier nodes; an edge to a later node counts with its least cost."""
-    network = pricing.network
     positions = np.zeros(len(pricing.nodes), dtype=np.int64)
     for place, node in enumerate(pricing.nodes):
         own = costs[pricing.bounds[place] : pricing.bounds[place + 1]]
@@ -39,7 +38,7 @@ def choose_until_it_fits(
 
     `choose` maps node costs, flat over all strategies, to positions. Prices are uniform over time (Everett 1963).
     """
-    capacity = pricing.network.capacity
+    capacity = pricing.capacity
     largest = float(np.abs(pricing.unary).max(initial=1.0)) + 1.0
     price, positions = 0.0, None
     for _ in range(_ATTEMPTS):

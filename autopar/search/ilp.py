@@ -1,10 +1,10 @@
-"""The `ilp` strategy: exact reductions, prices, the marginal ILP where it is small enough, neighbourhoods where not."""
+"""The `ilp` strategy, in the order in which it happens: reduce, relax and walk, solve exactly, improve."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,20 +12,20 @@ from autopar.errors import InfeasibleProblemError
 from autopar.search.anytime import Anytime, Observer
 from autopar.search.build import Built, build_network, tight_interval
 from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
-from autopar.search.greedy import choose_until_it_fits, greedy_positions
-from autopar.search.lagrangian import PricedSearch
-from autopar.search.messages import Pricing
 from autopar.search.neighbourhood import Neighbourhoods
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
 from autopar.search.problem import Problem
+from autopar.search.relaxation import Relaxation, as_positions
 from autopar.search.solution import Solution
 
 _SMALL_PAIRS = 150_000  # the marginal ILP of so many pairs is worth trying at once
 _TINY_PAIRS = 3_000  # and of so many, without prices first
-_PRICE_S_PER_PAIR = 2e-5  # seconds of pricing per pair: less than the ILP takes on what pricing would spare it
 _PROVEN = 1e-9  # a relative gap that is rounding
-_PASSES = 25  # double passes of message passing between two rounds of reductions
+_STALE_ROUNDS = 3  # rounds of a large network that barely raise the bound, until it is taken as it is
+_WORTH_DROPPING = 0.1  # share of a large network's strategies: less does not pay for starting over
+_STEPS = 3  # neighbourhoods during one round of walking
+_ROUNDS = 8  # of them, until the better incumbent is used to drop more
 
 
 def solve_by_ilp(
@@ -45,15 +45,20 @@ def solve_by_ilp(
     if start is not None:
         run.offer(start)
     built = build_network(problem)
+    search: _IlpSearch | None = None
     try:
         presolve(built.network, deadline=run.deadline)
-        _IlpSearch(run, built, seed, gap).run_all()
+        search = _IlpSearch(run, built, seed, gap)
+        search.run_all()
     except Deadend:
         _note_nothing_better(run, InfeasibleProblemError("no choice avoids every forbidden strategy and pair"))
     except Overfull as full:
         _note_nothing_better(run, tight_interval(problem, full.times))
     except KeyboardInterrupt:
         pass
+    finally:
+        if search is not None:
+            search.close()
     return run.solution()
 
 
@@ -73,8 +78,8 @@ class _IlpSearch:
         self.network: Network = built.network
         self.labels: Array | None = None  # of the incumbent, one per network node
         self.prices: Array = np.zeros(len(self.network.capacity))
-        self.rounds = 0
-        self.search: PricedSearch | None = None  # of the network as it is
+        self.relaxation: Relaxation | None = None  # of the network as it is
+        self.neighbourhoods: Neighbourhoods | None = None
         if run.choice is not None:
             self._adopt(run.choice)
 
@@ -89,14 +94,29 @@ class _IlpSearch:
             return
         if pair_count(self.network) <= _TINY_PAIRS and self._is_solved_by_marginal(self.run.left()):
             return
-        self._choose_first()
-        self._price()
-        while self.run.left() > 0 and not self.run.is_proven(self.gap):
-            if self._is_done():
-                return
-            if pair_count(self.network) <= _SMALL_PAIRS and self._is_solved_by_marginal(0.5 * self.run.left() + 1.0):
+        while not self._is_over():
+            self._relax()
+            if self._drop() or self._is_over():
+                continue
+            if self._is_small() and self._is_solved_by_marginal(0.5 * self.run.left() + 1.0):
                 return
             self._improve(self.run.left() * 0.3 + 1.0)
+
+    def close(self) -> None:
+        """End what runs beside us."""
+        if self.relaxation is not None:
+            self.relaxation.close()
+
+    def _is_over(self) -> bool:
+        return self.run.left() <= 0 or self._is_proven() or self._is_done()
+
+    def _is_proven(self) -> bool:
+        """Within the gap asked for, or as near as rounding to quanta lets anything be proven."""
+        hidden = 2.0 * self.network.to_cost(self.network.rounding)
+        return self.run.is_proven(self.gap) or self.run.cost - self.run.bound <= hidden
+
+    def _is_small(self) -> bool:
+        return pair_count(self.network) <= _SMALL_PAIRS
 
     def upper(self) -> float:
         """The incumbent's cost in quanta, never too small."""
@@ -145,64 +165,51 @@ class _IlpSearch:
         self.prove(exact.bound)
         if exact.positions is not None:
             self.offer(exact.positions)
-        return self.run.is_proven(self.gap)
+        return self._is_proven()
 
-    def _choose_first(self) -> None:
-        """An incumbent at any cost, so that there is an answer from now on."""
-        if self.labels is not None:
-            return
-        pricing = Pricing(self.network)
-        deadline = time.monotonic() + 0.1 * self.run.left()
-        positions = choose_until_it_fits(pricing, lambda costs: greedy_positions(pricing, costs), deadline)
-        if positions is not None:
-            self.offer(dict(zip(pricing.nodes, positions.tolist(), strict=True)))
+    def _relax(self) -> None:
+        """Rounds of bounding and walking, until the bound hardly moves."""
+        patience = 1 if self._is_small() else _STALE_ROUNDS
+        relaxation = self._relaxed()
+        while relaxation.stale < patience and self.run.left() > 0 and not self._is_proven():
+            relaxation.round(self.upper())
+            self._report(relaxation)
 
-    def _price(self) -> None:
-        """Message passing with prices, dropping what the bound rules out, as long as that pays."""
-        while self.run.left() > 0:
-            before = pair_count(self.network)
-            search = self._priced_search()
-            seconds = 0.2 + _PRICE_S_PER_PAIR * before * (1 + before / 500_000)
-            budget = time.monotonic() + min(0.3 * self.run.left(), seconds)
-            stale = 0
-            while time.monotonic() < budget and stale < 2 and not self.run.is_proven(self.gap):
-                bound = search.bound
-                search.run(_PASSES, deadline=budget, upper=self.upper(), on_choice=self._offer_array(search))
-                self.prove(search.bound)
-                stale = stale + 1 if search.bound <= bound + 1e-4 * abs(bound) else 0
-            if self.run.left() <= 0:
-                return
-            self._drop(search)
-            if pair_count(self.network) > 0.8 * before or not self.network.nodes():
-                return
-
-    def _priced_search(self) -> PricedSearch:
+    def _relaxed(self) -> Relaxation:
         """The one of before, with its messages, as long as the network has not changed."""
-        if self.search is None:
-            self.search = PricedSearch(self.network, self.prices)
-        return self.search
+        if self.relaxation is None:
+            located = None if self.labels is None else self.network.located(self.labels)
+            self.relaxation = Relaxation(self.network, self.prices, self.seed, self.run.deadline)
+            if located is not None:
+                self.relaxation.take(as_positions(self.relaxation.pricing, located))
+        return self.relaxation
 
-    def _offer_array(self, search: PricedSearch) -> Callable[[Array, float], None]:
-        """What a priced search calls with each feasible choice it finds."""
+    def _report(self, relaxation: Relaxation) -> None:
+        self.prove(relaxation.priced.bound)
+        located = relaxation.located()
+        if located is not None and relaxation.cost < self.upper():
+            self.offer(located)
 
-        def offer(positions: Array, cost: float) -> None:
-            if cost < self.upper():
-                self.offer(dict(zip(search.pricing.nodes, positions.tolist(), strict=True)))
-
-        return offer
-
-    def _drop(self, search: PricedSearch) -> None:
-        """Take out the strategies that no better choice uses, and reduce again."""
-        self.prices = search.best_prices
-        upper = self.upper()
+    def _drop(self) -> bool:
+        """Take out the strategies that no better choice uses, and reduce again; whether that was worth it."""
+        relaxation, upper = self._relaxed(), self.upper()
+        self.prices = relaxation.priced.best_prices
         if not math.isfinite(upper):
-            return
+            return False
+        survivors = relaxation.priced.survivors(upper)
+        self.prove(relaxation.priced.bound)
+        lost = sum(int((~keep).sum()) for keep in survivors.values())
+        before = len(relaxation.pricing.unary)
+        if not lost or (lost < _WORTH_DROPPING * before and not self._is_small()):
+            return False
+        self._restart(survivors)
+        return sum(self.network.size(node) for node in self.network.nodes()) <= (1 - _WORTH_DROPPING) * before
+
+    def _restart(self, survivors: dict[int, Array]) -> None:
+        """Reduce the network to the survivors."""
+        self.close()
+        self.relaxation = self.neighbourhoods = None
         times = self.network.times
-        survivors = search.survivors(upper)
-        self.prove(search.bound)
-        if not survivors:
-            return
-        self.search = None
         for node, keep in survivors.items():
             if not keep.any():
                 raise Deadend
@@ -211,21 +218,26 @@ class _IlpSearch:
         self.prices = self.prices[np.isin(times, self.network.times)]
 
     def _improve(self, seconds: float) -> None:
-        """Large-neighbourhood search around the incumbent, then drop what the better incumbent rules out."""
-        positions = None if self.labels is None else self.network.located(self.labels)
+        """Large-neighbourhood search here, a walk on the other core; each takes over what the other finds."""
+        relaxation = self._relaxed()
         deadline = min(self.run.deadline, time.monotonic() + seconds)
-        priced = self._priced_search()
-        if positions is not None:
-            self.rounds += 1
-            search = Neighbourhoods(
-                self.network,
-                positions,
-                self.seed + 7919 * self.rounds,
-                prices=self.prices,
-                regrets=priced.regrets(),
-            )
-            search.run(deadline, lambda better, _: self.offer(better))
-        if self.run.left() <= 0:
-            return
-        priced.run(_PASSES, deadline=self.run.deadline, upper=self.upper(), on_choice=self._offer_array(priced))
-        self._drop(priced)
+        for _ in range(_ROUNDS):
+            if time.monotonic() > deadline or self._is_proven():
+                return
+            relaxation.begin_walk()
+            located = relaxation.located()
+            if located is not None:
+                self._search_around(relaxation, located, deadline)
+            relaxation.end_walk()
+            self._report(relaxation)
+
+    def _search_around(self, relaxation: Relaxation, located: dict[int, int], deadline: float) -> None:
+        if self.neighbourhoods is None:
+            prices, beliefs = relaxation.priced.best_prices, relaxation.priced.regrets()
+            self.neighbourhoods = Neighbourhoods(self.network, located, self.seed, prices=prices, regrets=beliefs)
+        search = self.neighbourhoods
+        search.take(located)
+        for _ in range(_STEPS):
+            search.step(deadline)
+        if search.cost < relaxation.cost:
+            relaxation.take(as_positions(relaxation.pricing, search.positions))

@@ -1,4 +1,4 @@
-"""Memory as prices: a lower bound, feasible choices on the way, and strategies that no better choice can use.
+"""Memory as prices: a lower bound, prices for the search for choices, and strategies that no better choice can use.
 
 The subgradient of Held, Wolfe and Crowder (1974) on prices per time point, only at time points that were ever over
 capacity; the priced network is bounded by message passing (`messages`). Strategies whose bound passes the incumbent
@@ -9,109 +9,67 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 
-from autopar.search.messages import Messages, Pricing
-from autopar.search.network import Array, Network
-from autopar.search.repair import Repairer
+from autopar.search.messages import Messages
+from autopar.search.network import Array
+from autopar.search.pricing import Pricing
 
 _SMOOTHING = 0.6  # share of the previous direction: usages of single passes jump between extremes
-_REPAIR_EVERY = 5  # passes between two attempts to make their choice fit
-_DEARER = (1.03, 1.2)  # prices at which the choice is likelier to fit
+_PATIENCE = 4  # passes without a better bound before the step is halved
+_SMALLEST_STEP = 1e-9  # relative to the gap
 _TOLERANCE = 1e-10  # relative: what summing in float64 may add to a bound
 
 
 class PricedSearch:
     """Prices and messages of one network; every call of `run` continues where the last one stopped."""
 
-    def __init__(self, network: Network, prices: Array | None = None) -> None:
-        self.network = network
-        self.pricing = Pricing(network)
-        self.messages = Messages(self.pricing)
-        self.prices = np.zeros(len(network.capacity)) if prices is None else prices
+    def __init__(self, pricing: Pricing, messages: Messages, prices: Array | None = None) -> None:
+        self.pricing, self.messages = pricing, messages
+        self.prices = np.zeros(len(pricing.capacity)) if prices is None else prices
         self.best_prices = self.prices
-        self.best_inbox = list(self.messages.inbox)  # messages of a worse point may end in a worse fixed point
+        self.best_state = messages.state()  # messages of a worse point may end in a worse fixed point
         self.bound = -math.inf  # quanta
-        self.cost = math.inf  # quanta, of the best feasible choice
-        self.positions: Array | None = None
-        self.repairer = Repairer(self.pricing)
-        self.since_repair = 0
-        self.repair_every: float = _REPAIR_EVERY
         self.step = 0.1
         self.direction: Array | None = None
-        self.stalled = 0
-        self.rising = 0
+        self.stalled = self.rising = 0
 
-    def run(
-        self,
-        passes: int,
-        *,
-        deadline: float = math.inf,
-        upper: float = math.inf,
-        on_choice: Callable[[Array, float], None] | None = None,
-    ) -> None:
+    def run(self, passes: int, *, deadline: float = math.inf, upper: float = math.inf) -> None:
         """Up to `passes` double passes; `upper` (quanta) is the cost of a known choice, which sizes the steps."""
+        pricing, messages = self.pricing, self.messages
         for _ in range(passes):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.is_tight(upper):
                 return
-            costs = self.messages.split(self.pricing.priced(self.prices))
-            positions = self.messages.forward(costs)
-            bound = self.messages.backward(costs) - float(self.prices @ self.network.capacity)
-            excess = self.pricing.usage(positions) - self.network.capacity
-            if self._keep(positions, excess, deadline, upper) and on_choice is not None and self.positions is not None:
-                on_choice(self.positions, self.cost)
-            self._note_bound(bound)
-            target = min(upper, self.cost)
-            if math.isfinite(target) and target - self.bound <= _TOLERANCE * abs(target):
-                return
-            if len(excess):
-                guess = max(self.messages.cost(positions), 1.1 * bound)  # sizes the steps until a choice fits
-                self._move_prices(excess, bound, target if math.isfinite(target) else guess)
+            costs = pricing.priced(self.prices)
+            messages.forward(costs)
+            bound = messages.backward(costs) - float(self.prices @ pricing.capacity)
+            self._note(bound)
+            if len(pricing.capacity):
+                positions = messages.choose(costs)
+                excess = pricing.usage(positions) - pricing.capacity
+                self._move_prices(excess, bound, upper if math.isfinite(upper) else 1.1 * max(bound, self.bound))
 
-    def _keep(self, positions: Array, excess: Array, deadline: float, upper: float) -> bool:
-        """Note a better feasible choice: what the pass found, or, now and then, what single moves make of it."""
-        self.since_repair += 1
-        cost, known = self.messages.cost(positions), min(self.cost, upper)
-        if cost >= known:
-            return False
-        if (excess > 0).any() or self.since_repair >= self.repair_every:
-            if self.since_repair < self.repair_every:
-                return False
-            self.since_repair = 0
-            repaired = self._fitted(positions, deadline, 300 if math.isfinite(known) else 5000)
-            if repaired is None or (cost := self.messages.cost(repaired)) >= known:
-                self.repair_every = min(30.0, self.repair_every * 1.5)
-                return False
-            self.repair_every = _REPAIR_EVERY
-            positions = repaired
-        self.cost, self.positions = cost, positions.copy()
-        return True
+    def is_tight(self, upper: float) -> bool:
+        """Whether the bound has reached the cost of a known choice."""
+        return math.isfinite(upper) and upper - self.bound <= _TOLERANCE * abs(upper)
 
-    def _fitted(self, positions: Array, deadline: float, moves: int) -> Array | None:
-        """The cheapest of: the pass's choice repaired, and the choices under somewhat higher prices repaired."""
-        best = self.repairer.run(positions, deadline, moves)
-        inbox = list(self.messages.inbox)
-        for factor in _DEARER if math.isfinite(self.cost) and self.prices.any() else ():
-            dearer = self.messages.forward(self.messages.split(self.pricing.priced(factor * self.prices)))
-            self.messages.inbox = list(inbox)
-            choice = self.repairer.run(dearer, deadline, moves)
-            if choice is not None and (best is None or self.messages.cost(choice) < self.messages.cost(best)):
-                best = choice
-        return best
+    def suggestion(self) -> Array:
+        """Positions that the messages suggest under the best prices; they need not fit."""
+        return self.messages.choose(self.pricing.priced(self.best_prices))
 
-    def _note_bound(self, bound: float) -> None:
-        if bound > self.bound + 1e-7 * abs(self.bound if math.isfinite(self.bound) else 0.0):
-            self.bound, self.best_prices, self.best_inbox = bound, self.prices, list(self.messages.inbox)
+    def _note(self, bound: float) -> None:
+        if not math.isfinite(self.bound) or bound > self.bound + 1e-7 * abs(self.bound):
+            self.bound, self.best_prices, self.best_state = bound, self.prices, self.messages.state()
             self.stalled, self.rising = 0, self.rising + 1
         else:
             self.bound = max(self.bound, bound)
             self.stalled, self.rising = self.stalled + 1, 0
-        if self.stalled >= 4:
-            self.step, self.stalled = self.step * 0.5, 0
-            self.prices, self.messages.inbox = self.best_prices, list(self.best_inbox)
-        if self.rising >= 8:
+        if self.stalled >= _PATIENCE:
+            self.step, self.stalled = max(_SMALLEST_STEP, 0.5 * self.step), 0
+            self.prices = self.best_prices
+            self.messages.restore(self.best_state)
+        if self.rising >= 2 * _PATIENCE:
             self.step, self.rising = self.step * 1.3, 0
 
     def _move_prices(self, excess: Array, bound: float, target: float) -> None:
@@ -128,26 +86,23 @@ class PricedSearch:
         self.prices = np.maximum(0.0, self.prices + self.step * distance / length * direction)
 
     def regrets(self) -> dict[int, Array]:
-        """Per node and strategy, how far the last pass thinks it from the node's best one, in quanta."""
-        beliefs = zip(self.pricing.nodes, self.messages.beliefs, strict=True)
-        return {node: belief for node, belief in beliefs if len(belief)}
+        """Per node and strategy, how far the messages think it from the node's best one, in quanta."""
+        beliefs = self.pricing.split(self.messages.beliefs(self.pricing.priced(self.best_prices)))
+        return dict(zip(self.pricing.nodes, beliefs, strict=True))
 
     def survivors(self, upper: float) -> dict[int, Array]:
         """Per node with a loser: mask of the strategies that some choice of cost <= `upper` (quanta) may use."""
-        prices, self.messages.inbox = self.best_prices, list(self.best_inbox)
-        costs = self.messages.split(self.pricing.priced(prices))
-        priced_in = float(prices @ self.network.capacity)
-        self.messages.forward(costs)
-        bound = self.messages.backward(costs) - priced_in
-        self.messages.forward(costs)
-        self.bound = max(self.bound, self.messages.backward(costs) - priced_in, bound)
+        pricing, messages, prices = self.pricing, self.messages, self.best_prices
+        messages.restore(self.best_state)
+        costs = pricing.priced(prices)
+        priced_in = float(prices @ pricing.capacity)
+        messages.forward(costs)
+        bound = messages.backward(costs) - priced_in
+        messages.forward(costs)
+        self.bound = max(self.bound, messages.backward(costs) - priced_in, bound)
         spare = upper - bound + _TOLERANCE * max(abs(upper), abs(bound), abs(priced_in))
-        kept = {}
-        for node, belief in zip(self.pricing.nodes, self.messages.beliefs, strict=True):
-            keep = belief <= spare
-            if not keep.all():
-                kept[node] = keep
-        return kept
+        keep = pricing.split(messages.beliefs(costs) <= spare)
+        return {node: mask for node, mask in zip(pricing.nodes, keep, strict=True) if not mask.all()}
 
 
 def worst_times(excess: Array, present: frozenset[int] = frozenset(), count: int = 100) -> Array:

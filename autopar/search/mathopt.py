@@ -53,7 +53,7 @@ def solve_linear(
     An LP, without integer columns, also returns its duals.
     """
     unit = cost_unit(model.costs)
-    opt_model = mathopt.Model.from_model_proto(_to_proto(model, unit))
+    opt_model = mathopt.Model.from_model_proto(to_proto(model, unit))
     params = _parameters(time_limit_s, seed, relative_gap)
     hints = mathopt.ModelSolveParameters()
     if hint is not None:
@@ -108,7 +108,8 @@ def _run(
         return None
 
 
-def _to_proto(model: LinearModel, unit: float) -> model_pb2.ModelProto:
+def to_proto(model: LinearModel, unit: float) -> model_pb2.ModelProto:
+    """The model as MathOpt takes it, with costs in `unit`s."""
     proto = model_pb2.ModelProto()
     columns, rows = len(model.costs), len(model.row_lower)
     variables = proto.variables

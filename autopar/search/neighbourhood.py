@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
+from autopar.search.forest_search import ForestSearch
 from autopar.search.lagrangian import PricedSearch
+from autopar.search.messages import Messages
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
+from autopar.search.pricing import Pricing
 from autopar.search.subnetwork import subnetwork
+from autopar.search.sweep import NODES_PER_BLOCK, Sweep
+from autopar.search.tables import Tables
 
 _SMALLEST, _LARGEST = 20, 2000  # nodes freed together
 _FIRST_PAIRS = 40_000  # allowed pairs in the first neighbourhoods
+_MOVES = 30  # of a walk through one neighbourhood
 _SOLVE_S = 4.0  # seconds for one neighbourhood; half of it used up means: smaller ones next
 
 
@@ -57,13 +62,14 @@ class Neighbourhoods:
         weight = weight + max(0.1 * float(weight.mean()), 1e-9) * self.fresh
         self.chance: Array = weight / weight.sum()
 
-    def run(self, deadline: float, on_better: Callable[[dict[int, int], float], None], patience: int = 40) -> None:
-        """Re-solve neighbourhoods until the deadline, or until `patience` of them in a row gave nothing."""
-        failures = 0
-        while time.monotonic() < deadline and failures < patience:
-            failures = 0 if self.step(deadline, on_better) else failures + 1
+    def take(self, positions: dict[int, int]) -> None:
+        """Go on from a choice that fits, if it is better."""
+        cost = self.network.cost_of(positions)
+        if cost < self.cost:
+            self.positions, self.cost = dict(positions), cost
+            self._weigh()
 
-    def step(self, deadline: float, on_better: Callable[[dict[int, int], float], None]) -> bool:
+    def step(self, deadline: float) -> bool:
         """Re-solve one neighbourhood and adapt the size of the next one to how long it took; whether it helped."""
         started = time.monotonic()
         free = self._pick()
@@ -72,7 +78,6 @@ class Neighbourhoods:
         if better is not None:
             self.positions.update(better)
             self.cost = self.network.cost_of(self.positions)
-            on_better(self.positions, self.cost)
         self._weigh()
         seconds = time.monotonic() - started
         if seconds > _SOLVE_S / 2:
@@ -150,14 +155,20 @@ def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int
         if fits(small, relaxed[1]):
             return small.recover(small.labelled(relaxed[1]))
     local_prices = prices[small.times] if prices is not None and len(small.times) else None
-    search = PricedSearch(small, local_prices)
+    pricing = Pricing(small)
+    tables = Tables(small, pricing)
+    count = len(pricing.nodes)
+    messages = Messages(pricing, tables, Sweep(tables, count, count // NODES_PER_BLOCK))
+    search = PricedSearch(pricing, messages, local_prices)
     search.run(12, deadline=deadline, upper=now)
     if search.bound >= now:
         return None
     found, upper = None, now
-    if search.positions is not None and search.cost < now:
-        positions = dict(zip(search.pricing.nodes, search.positions.tolist(), strict=True))
-        found, upper = small.recover(small.labelled(positions)), search.cost
+    walk = ForestSearch(pricing, tables, search.suggestion(), search.best_prices, seed)
+    walk.run(_MOVES, deadline)
+    if walk.best is not None and walk.cost < now:
+        positions = dict(zip(pricing.nodes, walk.best.tolist(), strict=True))
+        found, upper = small.recover(small.labelled(positions)), walk.cost
     times = priced_times(search.best_prices)
     for node, keep in search.survivors(upper).items():
         if not keep.any():

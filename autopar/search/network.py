@@ -41,6 +41,14 @@ class Loads:
     labels: Array  # the node's labels that the columns stand for, ascending
 
 
+def greatest_amounts(loads: list[Loads]) -> Array:
+    """The greatest amount of every row, one after the other."""
+    widths = np.concatenate([np.full(len(load.first), load.amounts.shape[1]) for load in loads])
+    amounts = np.concatenate([load.amounts.reshape(-1) for load in loads])
+    greatest: Array = np.maximum.reduceat(amounts, np.cumsum(widths) - widths)
+    return greatest
+
+
 class Network:
     """A min-sum network under usage capacities. Reductions change it in place and log the way back in `steps`.
 
@@ -127,13 +135,16 @@ class Network:
 
         Returns False where even the least usages exceed a capacity.
         """
-        gathered = self._gather_loads()
+        decided = self._decided()
+        changed = self._unsettled(decided)
+        gathered = self._gather_loads(decided, changed)
         self.folded = []
+        for node in changed:
+            del self.loads[node]
         return self.store_loads(gathered)
 
     def store_loads(self, gathered: dict[int, list[Loads]]) -> bool:
-        """Replace all loads; amounts common to all strategies come off the capacity. False: they do not fit."""
-        self.loads = {}
+        """Add loads; amounts common to all strategies come off the capacity. False: they do not fit."""
         spent = np.zeros(len(self.times) + 1)
         for node, parts in gathered.items():
             self._store(node, parts, spent)
@@ -143,14 +154,28 @@ class Network:
         self.heavy = set(self.loads)
         return not len(self.tight_times)
 
-    def _gather_loads(self) -> dict[int, list[Loads]]:
-        decided: dict[int, tuple[int, Array]] = {}  # node -> (who decides it, its label per label of that node)
+    def _decided(self) -> dict[int, tuple[int, Array]]:
+        """Per node folded since the last settling: (who decides it, its label per label of that node)."""
+        decided: dict[int, tuple[int, Array]] = {}
         for step in reversed(self.folded):
             parent = step.scope[0]
             root, labels = decided.get(parent, (parent, self.labels[parent]))
             decided[step.node] = (root, step.table[np.searchsorted(step.scope_labels[0], labels)])
+        return decided
+
+    def _unsettled(self, decided: dict[int, tuple[int, Array]]) -> list[int]:
+        """The nodes whose loads are not those of their present strategies, or are joined by a folded node's."""
+        joined = {root for root, _ in decided.values()}
+        return [
+            node
+            for node, load in self.loads.items()
+            if node in decided or node in joined or not self.alive[node] or len(load.labels) != len(self.labels[node])
+        ]
+
+    def _gather_loads(self, decided: dict[int, tuple[int, Array]], changed: list[int]) -> dict[int, list[Loads]]:
         gathered: dict[int, list[Loads]] = {}
-        for node, load in self.loads.items():
+        for node in changed:
+            load = self.loads[node]
             root, labels = decided.get(node, (node, self.labels[node]))
             own = self.labels[root]
             if not self.alive[root]:
@@ -181,19 +206,37 @@ class Network:
 
     def _drop_slack_times(self) -> None:
         """A time point at which even the greatest usages fit needs no row."""
-        profile = self.profile({node: load.amounts.max(axis=1) for node, load in self.loads.items()})
-        keep = profile > self.capacity
+        if not self.loads:
+            self.times, self.capacity = self.times[:0], self.capacity[:0]
+            return
+        loads = list(self.loads.values())
+        first = np.concatenate([load.first for load in loads])
+        last = np.concatenate([load.last for load in loads])
+        change = np.zeros(len(self.times) + 1)
+        greatest = greatest_amounts(loads)
+        np.add.at(change, first, greatest)
+        np.subtract.at(change, last, greatest)
+        keep = np.cumsum(change)[:-1] > self.capacity
         if bool(keep.all()):
             return
         place = np.concatenate([[0], np.cumsum(keep)])
         self.times, self.capacity = self.times[keep], self.capacity[keep]
-        for node, load in list(self.loads.items()):
-            first, last = place[load.first], place[load.last]
-            rows = first < last
-            if bool(rows.any()):
-                self.loads[node] = Loads(first[rows], last[rows], load.amounts[rows], load.labels)
-            else:
-                del self.loads[node]
+        first, last = place[first], place[last]
+        rows = first < last
+        ends = np.cumsum([len(load.first) for load in loads]).tolist()
+        start = 0
+        for (node, load), end in zip(list(self.loads.items()), ends, strict=True):
+            self._keep_rows(node, load, first[start:end], last[start:end], rows[start:end])
+            start = end
+
+    def _keep_rows(self, node: int, load: Loads, first: Array, last: Array, rows: Array) -> None:
+        """Store a node's loads with new time points, and only some of its rows."""
+        if bool(rows.all()):
+            self.loads[node] = Loads(first, last, load.amounts, load.labels)
+        elif bool(rows.any()):
+            self.loads[node] = Loads(first[rows], last[rows], load.amounts[rows], load.labels)
+        else:
+            del self.loads[node]
 
     def profile(self, amounts: dict[int, Array]) -> Array:
         """Usage at every time point, from one amount per load row of each node."""

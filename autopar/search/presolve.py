@@ -49,11 +49,13 @@ class Reducer:
         self.edges: deque[tuple[int, int]] = deque()
         self.queued: set[tuple[int, int]] = set()
         self.touched: deque[int] = deque()
+        self.untested: set[int] = set()  # nodes that have changed since their last dominance test
 
     def run(self) -> None:
         """Arc consistency and folding first, then elimination and dominance, until nothing changes."""
         network = self.network
         self.touched.extend(network.nodes())
+        self.untested.update(network.nodes())
         for node in network.nodes():
             self.push_edges(node)
         changed = True
@@ -84,10 +86,13 @@ class Reducer:
         """Look at queued nodes and edges until none is left."""
         while self.edges or self.touched:
             if self.touched:
-                self.check_node(self.touched.pop())
+                node = self.touched.pop()
+                self.untested.add(node)
+                self.check_node(node)
                 continue
             pair = self.edges.popleft()
             self.queued.discard(pair)
+            self.untested.update(pair)
             if pair[1] in self.network.links[pair[0]]:
                 self.check_edge(*pair)
 
@@ -210,7 +215,8 @@ class Reducer:
     def drop_dominated(self) -> bool:
         """Drop strategies that another one of the same node beats, whatever the neighbours choose."""
         changed = False
-        for node in self.network.nodes():
+        untested, self.untested = sorted(self.untested), set()
+        for node in untested:
             if time.monotonic() > self.deadline:
                 break
             if not self.network.alive[node]:

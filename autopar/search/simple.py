@@ -23,7 +23,7 @@ from autopar.search.walk import Lookers, Walk
 def solve_greedily(problem: Problem, time_limit_s: float, seed: int, *, observer: Observer | None = None) -> Solution:
     """Node after node in execution order, each the cheapest given the earlier ones; prices on usage until it fits."""
     look = Lookers(problem, "greedy", time_limit_s, observer)
-    return look.finish(lambda: _attempt(look, lambda costs: greedy_positions(look.pricing, costs)))
+    return look.finish(lambda: _attempt(look, lambda costs: greedy_positions(look.network, look.pricing, costs)))
 
 
 def _attempt(look: Lookers, choose: Callable[[Array], Array]) -> None:
@@ -33,7 +33,7 @@ def _attempt(look: Lookers, choose: Callable[[Array], Array]) -> None:
 def _started(look: Lookers, start: Sequence[int] | None) -> Array:
     positions = look.first_positions(start)
     if positions is None:
-        positions = look.attempt(lambda costs: greedy_positions(look.pricing, costs))
+        positions = look.attempt(lambda costs: greedy_positions(look.network, look.pricing, costs))
     return np.zeros(len(look.pricing.nodes), dtype=np.int64) if positions is None else positions
 
 

@@ -10,9 +10,9 @@ from autopar.errors import InfeasibleProblemError
 from autopar.search.anytime import Anytime, Observer
 from autopar.search.build import Built, build_network, tight_interval
 from autopar.search.greedy import FORBIDDEN_QUANTA, choose_until_it_fits
-from autopar.search.messages import Pricing
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
+from autopar.search.pricing import Pricing
 from autopar.search.problem import Problem
 from autopar.search.solution import Solution
 

@@ -13,10 +13,10 @@ from autopar.search import FORBIDDEN, Problem, evaluate, make_problem, solve
 from autopar.search.build import build_network, maximal_times
 from autopar.search.capacity import RangeMinimum
 from autopar.search.elimination import Elimination
-from autopar.search.lagrangian import PricedSearch
 from autopar.search.marginal import MarginalModel, equal_rows
 from autopar.search.neighbourhood import Neighbourhoods
 from autopar.search.presolve import Deadend, Overfull, presolve
+from autopar.search.relaxation import Relaxation
 from autopar.search.subnetwork import subnetwork
 from tests.autopar.search.problems import every_choice, least_cost, problems
 
@@ -150,7 +150,7 @@ def test_prices_and_messages_bound_the_optimum_and_drop_no_optimal_strategy(prob
         return
     if not network.nodes() or not math.isfinite(best):
         return
-    search = PricedSearch(network)
+    search = Relaxation(network, np.zeros(len(network.capacity)), 0, math.inf).priced
     search.run(15)
     slack = 1e-9 * abs(best) + network.to_cost(network.rounding)
     assert network.to_cost(search.bound) <= best + slack
@@ -209,23 +209,25 @@ def test_a_neighbourhood_keeps_the_rest_and_its_capacity() -> None:
 
 def test_neighbourhoods_only_improve() -> None:
     random = np.random.default_rng(2)
-    pairs = [(a, b) for a in range(30) for b in range(a + 1, min(30, a + 4))]
+    pairs = [(a, b) for a in range(18) for b in range(a + 1, min(18, a + 3))]
     problem = make_problem(
-        random.integers(0, 50, (30, 4)).tolist(),
-        random.integers(0, 9, (30, 4)).tolist(),
-        [(node, node + 5) for node in range(30)],
+        random.integers(0, 50, (18, 3)).tolist(),
+        random.integers(0, 9, (18, 3)).tolist(),
+        [(node, node + 5) for node in range(18)],
         pairs,
-        random.integers(0, 50, (len(pairs), 4, 4)).tolist(),
+        random.integers(0, 50, (len(pairs), 3, 3)).tolist(),
         usage_limit=22,
     )
     network = build_network(problem).network
-    search = PricedSearch(network)
-    search.run(10)
-    assert search.positions is not None
-    positions = dict(zip(search.pricing.nodes, search.positions.tolist(), strict=True))
-    improved = Neighbourhoods(network, positions, seed=0, prices=search.best_prices, regrets=search.regrets())
+    relaxation = Relaxation(network, np.zeros(len(network.capacity)), 0, math.inf)
+    relaxation.round(math.inf)
+    located = relaxation.located()
+    assert located is not None
+    priced = relaxation.priced
+    improved = Neighbourhoods(network, located, seed=0, prices=priced.best_prices, regrets=priced.regrets())
     seen = [improved.cost]
-    for _ in range(6):
-        improved.step(math.inf, lambda _, cost: seen.append(cost))
+    for _ in range(4):
+        improved.step(math.inf)
+        seen.append(improved.cost)
     assert seen == sorted(seen, reverse=True)
     assert not (network.usage_of(improved.positions) > network.capacity).any()
