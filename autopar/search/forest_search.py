@@ -107,10 +107,12 @@ class ForestSearch:
         prices = self.prices * np.exp(rise)
         over = taken.usage > capacity
         prices[over] *= _URGE
-        blocked = np.union1d(np.flatnonzero(over), np.array(taken.blocked, dtype=np.int64))
-        if len(blocked):
+        blocked = over
+        blocked[taken.blocked] = True
+        count = int(blocked.sum())
+        if count:
             worth = abs(self.state.cost()) + 1.0
-            floor = 1e-3 * max(float(prices.max()), worth / (greatest * len(blocked)))
+            floor = 1e-3 * max(float(prices.max()), worth / (greatest * count))
             prices[blocked] = np.maximum(prices[blocked], floor)
         self.prices = prices
 

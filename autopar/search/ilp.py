@@ -24,8 +24,9 @@ _TINY_PAIRS = 3_000  # and of so many, without prices first
 _PROVEN = 1e-9  # a relative gap that is rounding
 _STALE_ROUNDS = 3  # rounds of a large network that barely raise the bound, until it is taken as it is
 _WORTH_DROPPING = 0.1  # share of a large network's strategies: less does not pay for starting over
-_STEPS = 3  # neighbourhoods during one round of walking
-_ROUNDS = 8  # of them, until the better incumbent is used to drop more
+_PASSES = 5  # double passes of message passing during one such round: the bound rises slowly by now
+_UNTIL_THE_END = 10**9  # moves: the clock ends the walk
+_ROUND_S = 6.0  # seconds of neighbourhoods and of walking between two exchanges
 
 
 def solve_by_ilp(
@@ -221,23 +222,25 @@ class _IlpSearch:
         """Large-neighbourhood search here, a walk on the other core; each takes over what the other finds."""
         relaxation = self._relaxed()
         deadline = min(self.run.deadline, time.monotonic() + seconds)
-        for _ in range(_ROUNDS):
-            if time.monotonic() > deadline or self._is_proven():
-                return
-            relaxation.begin_walk()
+        while time.monotonic() < deadline and not self._is_proven():
+            end = min(deadline, time.monotonic() + _ROUND_S)
+            relaxation.begin_walk(moves=_UNTIL_THE_END, end=end)
             located = relaxation.located()
-            if located is not None:
-                self._search_around(relaxation, located, deadline)
+            if located is None:
+                relaxation.bound_until(end, self.upper())
+            else:
+                relaxation.priced.run(_PASSES, deadline=end, upper=self.upper())
+                self._search_around(relaxation, located, end)
             relaxation.end_walk()
             self._report(relaxation)
 
-    def _search_around(self, relaxation: Relaxation, located: dict[int, int], deadline: float) -> None:
+    def _search_around(self, relaxation: Relaxation, located: dict[int, int], end: float) -> None:
         if self.neighbourhoods is None:
             prices, beliefs = relaxation.priced.best_prices, relaxation.priced.regrets()
             self.neighbourhoods = Neighbourhoods(self.network, located, self.seed, prices=prices, regrets=beliefs)
         search = self.neighbourhoods
         search.take(located)
-        for _ in range(_STEPS):
-            search.step(deadline)
+        while time.monotonic() < end:
+            search.step(min(self.run.deadline, end + _ROUND_S))
         if search.cost < relaxation.cost:
             relaxation.take(as_positions(relaxation.pricing, search.positions))

@@ -63,14 +63,19 @@ class Relaxation:
         raised = self.priced.bound - before
         self.stale = self.stale + 1 if raised <= _STALE * gap else 0
 
-    def begin_walk(self) -> None:
-        """Order a round of walking."""
+    def bound_until(self, end: float, upper: float) -> None:
+        """Message passing until `end`: nothing better is to be done while no choice is known."""
+        while time.monotonic() < end and not self.priced.is_tight(upper):
+            self.priced.run(PASSES, deadline=end, upper=upper)
+
+    def begin_walk(self, *, moves: int = MOVES, end: float = math.inf) -> None:
+        """Order a round of walking: so many moves, or fewer, until `end`."""
         suggestion = self.priced.suggestion()
         if self._walker is None:
             self._walker = self._new_walker(suggestion)
         order = Order(
-            moves=MOVES,
-            seconds=max(0.0, self.deadline - time.monotonic()),
+            moves=moves,
+            seconds=max(0.0, min(self.deadline, end) - time.monotonic()),
             suggestion=suggestion,
             prices=self.priced.best_prices,
             bound=self.priced.bound,

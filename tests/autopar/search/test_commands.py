@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autopar.search import make_problem
-from autopar.search.commands import add_commands
+from autopar.cli import make_parser
+from autopar.search import Problem, Solution, commands, make_problem, solve
 
 DATA = Path(__file__).parents[2] / "data" / "iopddl"
 
 
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
-    args = parser.parse_args(words)
+def run(*words: str, age_s: float = 0.0) -> int:
+    """As the command line runs a command, which also gives every one of them `--json`."""
+    args = make_parser([commands.add_commands]).parse_args(words, argparse.Namespace(age_s=age_s))
     status: int = args.run(args)
     return status
 
@@ -26,6 +27,27 @@ def test_solve_prints_cost_bound_gap_and_the_choice_last(capsys: pytest.CaptureF
     assert run("solve", str(DATA / "example.json"), "--print-choice") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == ["cost     445", "bound    445", "gap      0 %", "[0, 0, 2, 1, 0]"]
+
+
+def test_solve_as_json_holds_the_choice_and_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("solve", str(DATA / "example.json"), "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["cost"], answer["bound"], answer["gap"], answer["broken"]) == (445, 445, 0, [])
+    assert answer["choice"] == [0, 0, 2, 1, 0]
+    assert answer["trace"][-1][1:] == [445, 445]
+
+
+def test_starting_and_reading_count_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that began 40 of 60 seconds ago leaves the search less than 20."""
+    limits = []
+
+    def watched(problem: Problem, *, time_limit_s: float, **options: Any) -> Solution:
+        limits.append(time_limit_s)
+        return solve(problem, time_limit_s=time_limit_s, **options)
+
+    monkeypatch.setattr(commands, "solve", watched)
+    assert run("solve", str(DATA / "example.json"), "--time-limit", "60", age_s=40.0) == 0
+    assert 15 < limits[0] < 20
 
 
 def test_solve_says_what_its_best_choice_breaks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
