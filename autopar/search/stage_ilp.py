@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.sat.python import cp_model
 
+from autopar.search.stage_bounds import least_work, shortest_longest, step_bound
 from autopar.search.stage_problem import (
     Cut,
     CutCost,
@@ -25,6 +26,7 @@ from autopar.search.stage_problem import (
 )
 
 RESOLUTION = 10**7  # of the best known step
+PRECISION = 1e-9  # an answer as near to its bound is the best
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +54,28 @@ class _Column:
 
 def solve_cut(problem: StageProblem, *, known: Cut | None = None, effort: float = 30.0) -> CutSolution:
     """The cut with the least `step_s`. `effort` limits CP-SAT's deterministic time; the same problem has one answer."""
-    start = _best_known(problem, known)
-    if start is not None and start[1].step_s <= 0:
-        return CutSolution(*start, 0.0, 0)
-    columns = list(_columns(problem, start[1].step_s if start else math.inf))
-    solved = _Program(problem, columns, start).solve(effort) if columns else None
+    balanced, longest_s = shortest_longest(problem)
+    start = _best_known(problem, (known, balanced))
+    bound_s = step_bound(problem, longest_s)
+    if start is not None and start[1].step_s <= bound_s * (1 + PRECISION):
+        return CutSolution(*start, min(bound_s, start[1].step_s), 0)
+    columns = _undominated(problem, _columns(problem, start[1].step_s if start else math.inf), longest_s)
+    solved = _Program(problem, columns, start, longest_s).solve(effort) if columns else None
     if solved is None:
         if start is None:
             raise infeasible(problem)
-        return CutSolution(*start, 0.0, len(columns))
-    cut, bound_s = solved
+        return CutSolution(*start, bound_s, len(columns))
+    cut, proven_s = solved
     cost = evaluate_cut(problem, cut)
     if start is not None and (cost.violations or start[1].step_s <= cost.step_s):
         cut, cost = start
-    return CutSolution(cut, cost, min(bound_s, cost.step_s), len(columns))
+    return CutSolution(cut, cost, min(max(bound_s, proven_s), cost.step_s), len(columns))
 
 
-def _best_known(problem: StageProblem, known: Cut | None) -> tuple[Cut, CutCost] | None:
-    """The best of the even cuts, the given one, and the path with the shortest longest stage."""
+def _best_known(problem: StageProblem, known: tuple[Cut | None, ...]) -> tuple[Cut, CutCost] | None:
+    """The best of the even cuts and those given."""
     found = [item for item in (best_even_cut(problem),) if item is not None]
-    for cut in (known, _balanced(problem)):
+    for cut in known:
         if cut is not None:
             cost = evaluate_cut(problem, cut)
             found += [] if cost.violations else [(cut, cost)]
@@ -80,7 +84,7 @@ def _best_known(problem: StageProblem, known: Cut | None) -> tuple[Cut, CutCost]
 
 def _columns(problem: StageProblem, known_s: float) -> Iterator[_Column]:
     """Every stage that may be part of a cut better than the known one."""
-    least_sum = 0.0 if problem.asynchronous else float(np.min([it.work_s for it in problem.options], axis=0).sum())
+    least_sum = 0.0 if problem.asynchronous else least_work(problem)
     longest_s = known_s
     if problem.asynchronous or problem.microbatches > 1:
         longest_s = min(known_s, (known_s - least_sum) / (1 if problem.asynchronous else problem.microbatches - 1))
@@ -111,57 +115,41 @@ def _columns_from(problem: StageProblem, number: int, first: int, longest_s: flo
         yield _Column(first, end, number, float(work_s[place]), float(sync_s[place]), 0.0 if last else send_s, most)
 
 
-def _balanced(problem: StageProblem) -> Cut | None:
-    """The cut of shortest longest stage with the devices of one kind, memory aside: by bisection on that length."""
-    found: list[tuple[float, Cut]] = []
-    for kind, available in problem.device_counts:
-        options = [number for number, it in enumerate(problem.options) if it.kind == kind]
-        if not options or problem.stages:
-            continue
-        low, best = 0.0, None
-        high = max(
-            float(problem.options[number].work_s.sum() + problem.options[number].sync_s.sum()) for number in options
-        )
-        for _ in range(40):
-            middle = (low + high) / 2
-            cut = _fewest_devices(problem, options, middle, available)
-            low, high, best = (low, middle, cut) if cut is not None else (middle, high, best)
-        if best is not None:
-            found.append((high, best))
-    return min(found, key=lambda item: item[0])[1] if found else None
+def _undominated(problem: StageProblem, columns: Iterable[_Column], longest_s: float) -> list[_Column]:
+    """Without those that another of the same layers and kind replaces: no more devices, no longer, no less memory.
 
+    Where only the longest stage counts, all that are shorter than every cut's longest are equally short.
+    """
+    groups: dict[tuple[int, int, str], list[_Column]] = defaultdict(list)
+    for column in columns:
+        groups[column.first, column.end, problem.options[column.option].kind].append(column)
 
-def _fewest_devices(problem: StageProblem, options: list[int], longest_s: float, available: int) -> Cut | None:
-    """A path whose stages all take at most `longest_s`, with the fewest devices."""
-    layers = problem.layers
-    least = np.full(layers + 1, np.inf)
-    least[0] = 0
-    come: list[tuple[int, int]] = [(0, 0)] * (layers + 1)
-    for first in range(layers):
-        if np.isinf(least[first]):
-            continue
-        for number in options:
-            devices = problem.options[number].devices
-            for column in _columns_from(problem, number, first, longest_s):
-                if least[first] + devices < least[column.end]:
-                    least[column.end], come[column.end] = least[first] + devices, (first, number)
-    if least[layers] > available:
-        return None
-    ends, chosen, place = [], [], layers
-    while place:
-        ends.append(place)
-        chosen.append(come[place][1])
-        place = come[place][0]
-    return Cut(tuple(reversed(ends)), tuple(reversed(chosen)))
+    def price(it: _Column) -> tuple[float, ...]:
+        work_s = max(it.work_s, longest_s) if problem.asynchronous else it.work_s
+        sync_s = 0.0 if problem.asynchronous else it.sync_s
+        return (problem.options[it.option].devices, work_s, sync_s, it.send_s, -it.most_held)
+
+    kept: list[_Column] = []
+    for group in groups.values():
+        front: list[tuple[float, ...]] = []
+        for column in sorted(group, key=price):
+            mine = price(column)
+            if not any(all(one <= two for one, two in zip(other, mine, strict=True)) for other in front):
+                front.append(mine)
+                kept.append(column)
+    return kept
 
 
 class _Program:
     """The integer program."""
 
-    def __init__(self, problem: StageProblem, columns: list[_Column], start: tuple[Cut, CutCost] | None) -> None:
+    def __init__(
+        self, problem: StageProblem, columns: list[_Column], start: tuple[Cut, CutCost] | None, longest_s: float
+    ) -> None:
         self.problem, self.columns, self.model = problem, columns, cp_model.CpModel()
-        longest_s = max(max(it.work_s, it.send_s, it.sync_s) for it in columns)
-        self.tick_s = (start[1].step_s if start else (longest_s or 1.0) * problem.microbatches) / RESOLUTION
+        most_s = max(max(it.work_s, it.send_s, it.sync_s) for it in columns)
+        self.tick_s = (start[1].step_s if start else (most_s or 1.0) * problem.microbatches) / RESOLUTION
+        self.least = math.floor(longest_s / self.tick_s)
         self.take = [self.model.new_bool_var(f"{it.first}-{it.end} {it.option}") for it in columns]
         self._path()
         self._devices()
@@ -225,7 +213,8 @@ class _Program:
 
     def _minimize(self) -> None:
         total = sum(self._ticks(it.work_s) + self._ticks(it.send_s) for it in self.columns)
-        longest, sync = self.model.new_int_var(0, total, "longest"), self.model.new_int_var(0, total, "sync")
+        longest = self.model.new_int_var(min(self.least, total), total, "longest")
+        sync = self.model.new_int_var(0, total, "sync")
         filling = []
         for column, take in zip(self.columns, self.take, strict=True):
             bound = max(self._ticks(column.work_s), self._ticks(column.send_s))
