@@ -21,6 +21,7 @@ from typing import Any
 from autopar import commands
 from autopar.cost_models import commands as cost_model_commands
 from autopar.errors import AutoparError
+from autopar.schedules import commands as schedule_commands
 from autopar.search import commands as search_commands
 from autopar.search import expert_commands
 from autopar.version import __version__
@@ -35,6 +36,7 @@ COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists the
     commands.add_commands,
     search_commands.add_commands,
     expert_commands.add_commands,
+    schedule_commands.add_commands,
     cost_model_commands.add_commands,
     zoo_commands.add_commands,
 )

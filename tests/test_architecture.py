@@ -22,6 +22,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "plots": set(),
     "schedules": {"cost_models", "plots", "collector"},  # action lists: numbers
     "search": {"plots", "collector"},  # problems
+    "search.stages": {"search", "schedules", "cost_models"},  # cuts and schedules together
     "folding": set(),
     "torch_compat": set(),
     "source": set(),
@@ -40,7 +41,18 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops
     "planner": FOUNDATION
     | VIRTUAL
-    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "passes", "cost_models", "search", "schedules"},
+    | {
+        "capture",
+        "sharding",
+        "sharding.discovery",
+        "mesh",
+        "plan",
+        "passes",
+        "cost_models",
+        "search",
+        "search.stages",
+        "schedules",
+    },
     "runtime": FOUNDATION
     | VIRTUAL
     | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},

@@ -52,15 +52,20 @@ class _Column:
     most_held: int  # microbatches in flight that its memory admits
 
 
-def solve_cut(problem: StageProblem, *, known: Cut | None = None, effort: float = 30.0) -> CutSolution:
-    """The cut with the least `step_s`. `effort` limits CP-SAT's deterministic time; the same problem has one answer."""
+def solve_cut(
+    problem: StageProblem, *, known: Cut | None = None, effort: float = 30.0, gap: float = 0.0
+) -> CutSolution:
+    """The cut with the least `step_s`. `effort` limits CP-SAT's deterministic time; the same problem has one answer.
+
+    A cut within `gap` of its bound, as a share, ends the search.
+    """
     balanced, longest_s = shortest_longest(problem)
     start = _best_known(problem, (known, balanced))
     bound_s = step_bound(problem, longest_s)
-    if start is not None and start[1].step_s <= bound_s * (1 + PRECISION):
+    if start is not None and start[1].step_s <= bound_s * (1 + max(PRECISION, gap)):
         return CutSolution(*start, min(bound_s, start[1].step_s), 0)
     columns = _undominated(problem, _columns(problem, start[1].step_s if start else math.inf), longest_s)
-    solved = _Program(problem, columns, start, longest_s).solve(effort) if columns else None
+    solved = _Program(problem, columns, start, longest_s).solve(effort, gap) if columns else None
     if solved is None:
         if start is None:
             raise infeasible(problem)
@@ -160,11 +165,12 @@ class _Program:
             for column, take in zip(columns, self.take, strict=True):
                 self.model.add_hint(take, (column.first, column.end, column.option) in spans)
 
-    def solve(self, effort: float) -> tuple[Cut, float] | None:
+    def solve(self, effort: float, gap: float) -> tuple[Cut, float] | None:
         """The best cut and a bound on its seconds; None where no column's path fits."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = effort
+        solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         chosen = [it for it, take in zip(self.columns, self.take, strict=True) if solver.value(take)]
@@ -197,11 +203,17 @@ class _Program:
         """A stage whose memory admits few microbatches in flight has few stages after it."""
         if self.problem.in_flight == "all":
             return
+        binding = [it.most_held for it in self.columns
+                   if self.problem.asynchronous or it.most_held < self.problem.microbatches]  # fmt: skip
+        if not binding or min(binding) >= 2 * self.problem.layers:
+            return
+        begins = defaultdict(list)
+        for column, take in zip(self.columns, self.take, strict=True):
+            begins[column.first if self.problem.in_flight == "remaining" else 0].append(take)
         following = [self.model.new_int_var(0, self.problem.layers, f"from {it}") for it in range(self.problem.layers)]
         for place, count in enumerate(following):
-            counted = place if self.problem.in_flight == "remaining" else 0
-            self.model.add(count == sum(take for it, take in zip(self.columns, self.take, strict=True)
-                                        if it.first >= counted))  # fmt: skip
+            rest = following[place + 1 : place + 2] if self.problem.in_flight == "remaining" else []
+            self.model.add(count == sum(begins[place if self.problem.in_flight == "remaining" else 0]) + sum(rest))
         for column, take in zip(self.columns, self.take, strict=True):
             if not self.problem.asynchronous and column.most_held >= self.problem.microbatches:
                 continue
