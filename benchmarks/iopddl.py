@@ -31,7 +31,7 @@ from autopar.search.progress import number
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "search.md"
-RESULTS = ROOT / "benchmarks" / "data" / "iopddl_results.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "iopddl.jsonl"
 BEGIN, END = "<!-- iopddl: begin -->", "<!-- iopddl: end -->"
 HEADER = (
     "| | cost | cost / best known | proven bound | gap | to within 1 % | wall s (limit) | CPU s | machine, date |",

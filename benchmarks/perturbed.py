@@ -29,7 +29,7 @@ from autopar.search.progress import number
 from benchmarks.iopddl import INSTANCES, ROOT, machine
 
 DOCS = ROOT / "docs" / "search.md"
-RESULTS = ROOT / "benchmarks" / "data" / "perturbed_results.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "perturbed.jsonl"
 BEGIN, END = "<!-- perturbed: begin -->", "<!-- perturbed: end -->"
 HEADER = (
     "| | kind, seed | nodes | cost | proven bound | gap | s (limit) | machine, date |",

@@ -27,6 +27,7 @@ MOVES = 100  # forest moves in a round: about as long
 _HELPER_PAIRS = 100_000  # a network of so many pairs is worth a second process
 _HELPER_S = 5.0  # and so many seconds left
 _STALE = 0.01  # a round that raises the bound by less than this share of the gap is stale
+_FAR = 0.1  # relative: while no choice is nearer than this, the gap says nothing about the bound
 
 
 class Relaxation:
@@ -60,6 +61,7 @@ class Relaxation:
         self.priced.run(PASSES, deadline=self.deadline, upper=upper)
         self.end_walk()
         gap = min(upper, self.cost) - self.priced.bound
+        gap = min(gap, _FAR * abs(self.priced.bound))
         raised = self.priced.bound - before
         self.stale = self.stale + 1 if raised <= _STALE * gap else 0
 

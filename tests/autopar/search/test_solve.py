@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -77,6 +78,26 @@ def test_the_contest_example_costs_445_and_without_its_limit_415() -> None:
 def test_contest_instances_are_proven_optimal(name: str, optimum: int) -> None:
     solution = solve(Problem.load(DATA / f"asplos-2025-iopddl-{name}.json.gz"), time_limit_s=120)
     assert (solution.cost, solution.bound) == (optimum, optimum)
+
+
+def test_the_search_ends_where_only_rounding_is_left_to_prove() -> None:
+    """Great costs that nobody pays make the quantum coarse next to the optimum; that must not use up the time."""
+    random = np.random.default_rng(4)
+    count = 12
+    costs = np.hstack([random.uniform(0, 1e-6, (count, 2)), np.full((count, 1), 1e3)])
+    pairs = [(a, (a + step) % count) for a in range(count) for step in (1, 2, 5)]
+    problem = make_problem(
+        costs.tolist(),
+        random.integers(1, 9, (count, 3)).tolist(),
+        [(0, 9)] * count,
+        pairs,
+        random.uniform(0, 1e-6, (len(pairs), 3, 3)).tolist(),
+        usage_limit=48,
+    )
+    solution = solve(problem, time_limit_s=60)
+    assert solution.gap > 1e-9
+    assert solution.cost - solution.bound <= 1e-9
+    assert solution.seconds < 30
 
 
 def test_what_cannot_fit_names_the_interval_of_time() -> None:
