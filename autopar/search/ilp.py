@@ -97,7 +97,7 @@ class _IlpSearch:
             return
         while not self._is_over():
             self._relax()
-            if self._drop() or self._is_over():
+            if self._is_over() or self._drop():
                 continue
             if self._is_small() and self._is_solved_by_marginal(0.5 * self.run.left() + 1.0):
                 return
