@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -38,9 +38,20 @@ Model = nn.Module | ExportedProgram
 
 def as_module(model: Model) -> nn.Module:
     """The module that a model is, or that an exported program holds. Raises CaptureError for anything else."""
-    module = model.module() if isinstance(model, ExportedProgram) else model
+    module = _exported(model) if isinstance(model, ExportedProgram) else model
     if not isinstance(module, nn.Module):
         raise CaptureError(f"the model is a {type(module).__name__}", fix="pass an nn.Module or an ExportedProgram")
+    return module
+
+
+def _exported(program: ExportedProgram) -> nn.Module:
+    """Its module, with views that copy where they must: what is traced need not have the strides of what was exported."""
+    module = program.module()
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                node.target = torch.ops.aten.reshape.default
+            part.recompile()
     return module
 
 
