@@ -45,7 +45,7 @@ def as_module(model: Model) -> nn.Module:
 
 
 def _exported(program: ExportedProgram) -> nn.Module:
-    """Its module, with views that copy where they must: what is traced need not have the strides of what was exported."""
+    """Its module, with views that copy where they must: the traced values may have strides of their own."""
     module = program.module()
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
