@@ -54,7 +54,7 @@ class Options:
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
-    time_limit_s: float = 30.0  # of all searches; without a memory limit that binds, a fraction of it is needed
+    time_limit_s: float = 30.0  # processor time of all searches; a fraction of it where no memory limit binds
     seed: int = 0
     discovery: Discovery | None = None
 
@@ -168,13 +168,13 @@ class _Planner:
     fastest: float = float("inf")  # foreseen seconds of the best plan that recomputes and fits
 
     def __post_init__(self) -> None:
+        self.budget = Budget(self.options.time_limit_s)
         self.prices = Prices(self.mesh)
         self.limit = self.options.limit(self.mesh)
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
         self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
-        self.budget = Budget(self.options.time_limit_s)
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:
