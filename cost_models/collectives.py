@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import sympy
 
-from autopar.cost_models.formula import Formula, Number, Numeric, symbols
+from autopar.cost_models.formula import Formula, Number, Numeric, Priced, symbols
 from autopar.cost_models.hardware import AxisLinks
 from autopar.cost_models.links import Protocol
 from autopar.errors import UnpricedError
@@ -135,14 +135,22 @@ def collective_seconds(kind: str, bytes_: Numeric, axis: AxisLinks) -> Number:
     return min((line.latency_s + line.seconds_per_byte * size for line in usable_lines), default=0.0)
 
 
+def collective_price(kind: str, bytes_: float, axis: AxisLinks) -> Priced | None:
+    """The price of one collective by the algorithm and protocol that are chosen for it; None over one rank."""
+    usable = [line for line in collective_lines(kind, axis) if bytes_ >= line.from_bytes]
+    if not usable:
+        return None
+    best = min(usable, key=lambda line: line.latency_s + line.seconds_per_byte * bytes_)
+    label = f"{kind}, protocol {best.protocol.name}"
+    return Priced(best.formula, {"bytes": bytes_, **dict(best.numbers)}, label=label)
+
+
 def explain_collective(kind: str, bytes_: float, axis: AxisLinks) -> str:
     """The algorithm and protocol chosen for these bytes, its formula and the numbers in it."""
-    lines = collective_lines(kind, axis)
-    if not lines:
+    price = collective_price(kind, bytes_, axis)
+    if price is None:
         return f"{kind} over one rank = 0 s"
-    usable = [line for line in lines if bytes_ >= line.from_bytes]
-    best = min(usable, key=lambda line: line.latency_s + line.seconds_per_byte * bytes_)
-    return f"{kind}, protocol {best.protocol.name}: " + best.formula.explain(bytes=bytes_, **dict(best.numbers))
+    return f"{price.label}: {price.formula.explain(**price.numbers)}"
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 
-from autopar.cost_models.formula import Formula, Number, Numeric, symbols
+from autopar.cost_models.formula import Formula, Number, Numeric, Priced, symbols
 from autopar.cost_models.hardware import Device, MatmulCurve, canonical_dtype, dtype_bytes
 from autopar.errors import UnpricedError
 
@@ -68,7 +68,12 @@ DENSE = Formula(
 
 def matmul_seconds(device: Device, dtype: str, batch: Numeric, m: Numeric, n: Numeric, k: Numeric) -> Number:
     """Seconds of `batch` products of an (m, k) by a (k, n) matrix."""
-    return MATMUL.value(batch=batch, m=m, n=n, k=k, **_matmul_numbers(device, dtype))
+    return matmul_price(device, dtype, batch, m, n, k).value
+
+
+def matmul_price(device: Device, dtype: str, batch: Numeric, m: Numeric, n: Numeric, k: Numeric) -> Priced:
+    """The price that `matmul_seconds` gives the value of."""
+    return Priced(MATMUL, {"batch": batch, "m": m, "n": n, "k": k, **_matmul_numbers(device, dtype)})
 
 
 def explain_matmul(device: Device, dtype: str, batch: Numeric, m: Numeric, n: Numeric, k: Numeric) -> str:
@@ -83,7 +88,12 @@ def memory_bound_seconds(
 
     Vector arithmetic runs at the float32 rate, or at the float64 rate for float64 and complex128 tensors.
     """
-    return MEMORY_BOUND.value(moved_bytes=moved_bytes, flops=flops, **_memory_numbers(device, dtype))
+    return memory_bound_price(device, moved_bytes, dtype, flops).value
+
+
+def memory_bound_price(device: Device, moved_bytes: Numeric, dtype: str | None = None, flops: Numeric = 0.0) -> Priced:
+    """The price that `memory_bound_seconds` gives the value of."""
+    return Priced(MEMORY_BOUND, {"moved_bytes": moved_bytes, "flops": flops, **_memory_numbers(device, dtype)})
 
 
 def explain_memory_bound(device: Device, moved_bytes: Numeric, dtype: str | None = None, flops: Numeric = 0.0) -> str:
@@ -93,8 +103,13 @@ def explain_memory_bound(device: Device, moved_bytes: Numeric, dtype: str | None
 
 def convolution_seconds(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric) -> Number:
     """Seconds of a convolution (either direction) of `flops`, reading and writing `moved_bytes`."""
+    return convolution_price(device, dtype, flops, moved_bytes).value
+
+
+def convolution_price(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric) -> Priced:
+    """The price that `convolution_seconds` gives the value of."""
     numbers = _dense_numbers(device, dtype, device.convolution_efficiency)
-    return DENSE.value(flops=flops, moved_bytes=moved_bytes, **numbers)
+    return Priced(DENSE, {"flops": flops, "moved_bytes": moved_bytes, **numbers})
 
 
 def attention_seconds(
@@ -114,12 +129,17 @@ def attention_seconds(
 
     Forward is 2 matmuls per score, backward 5 (the scores are computed again). A causal mask halves the scores.
     """
-    flops, moved = attention_work(
+    work = attention_work(
         dtype, batch, heads, q_len, k_len, head_dim, direction=direction, mask=mask, key_value_heads=key_value_heads
     )
+    return attention_price(device, dtype, *work, direction).value
+
+
+def attention_price(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric, direction: Direction) -> Priced:
+    """The price of fused attention of this `attention_work`."""
     forward = direction == "forward"
     efficiency = device.attention_forward_efficiency if forward else device.attention_backward_efficiency
-    return DENSE.value(flops=flops, moved_bytes=moved, **_dense_numbers(device, dtype, efficiency))
+    return Priced(DENSE, {"flops": flops, "moved_bytes": moved_bytes, **_dense_numbers(device, dtype, efficiency)})
 
 
 def attention_work(
@@ -156,8 +176,15 @@ def optimizer_step_seconds(
     device: Device, parameter_bytes: Numeric, gradient_bytes: Numeric, state_bytes: Numeric
 ) -> Number:
     """Seconds of one fused optimizer step: parameters and states are read and written, gradients read."""
+    return optimizer_step_price(device, parameter_bytes, gradient_bytes, state_bytes).value
+
+
+def optimizer_step_price(
+    device: Device, parameter_bytes: Numeric, gradient_bytes: Numeric, state_bytes: Numeric
+) -> Priced:
+    """The price that `optimizer_step_seconds` gives the value of."""
     moved = 2.0 * parameter_bytes + 1.0 * gradient_bytes + 2.0 * state_bytes
-    return memory_bound_seconds(device, moved)
+    return memory_bound_price(device, moved)
 
 
 def host_copy_seconds(device: Device, moved_bytes: Numeric) -> Number:

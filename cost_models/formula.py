@@ -92,6 +92,53 @@ class Formula:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A formula with its numbers, each a float or an array: the price is `times` its value. `label` says of what."""
+
+    formula: Formula
+    numbers: Mapping[str, Numeric]
+    times: Numeric = 1.0
+    label: str = ""
+
+    @property
+    def value(self) -> Number:
+        """In the formula's unit; an array if any number is one."""
+        once = self.formula.value(**self.numbers)
+        return once if isinstance(self.times, (int, float)) and self.times == 1 else np.multiply(self.times, once)
+
+    def at(self, index: int) -> Priced:
+        """One price of a bulk."""
+        numbers = {name: _at(self.numbers[name], index) for name in self.formula.units}
+        return Priced(self.formula, numbers, _at(self.times, index), self.label)
+
+    def explain(self) -> str:
+        """The formula, its numbers, the result and the source, in three lines; of one price, not of a bulk."""
+        formula = self.formula
+        head = f"{self.label}: " if self.label else ""
+        many = f"{float(self.times):g} times " if self.times != 1 else ""
+        numbers = ", ".join(f"{name} = {quantity(self.numbers[name], unit)}" for name, unit in formula.units.items())
+        left_out = f"; leaves out {formula.leaves_out}" if formula.leaves_out else ""
+        return (
+            f"{head}{many}{formula.name} = {formula.expression}\n"
+            f"  = {quantity(self.value, formula.result_unit)}, with {numbers}\n"
+            f"  source: {formula.source}{left_out}"
+        )
+
+
+def total(prices: Iterable[Priced]) -> Number:
+    """The sum of prices."""
+    sums: Number = 0.0
+    for priced in prices:
+        sums = sums + priced.value
+    return sums
+
+
+def _at(value: Any, index: int) -> float:
+    flat = np.asarray(value, dtype=np.float64).reshape(-1)
+    return float(flat[index if flat.size > 1 else 0])
+
+
 def symbol(name: str) -> sympy.Symbol:
     """A symbol of a formula: always a number at or above zero."""
     return sympy.Symbol(name, nonnegative=True)

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.formula import Formula, symbols
 from autopar.cost_models.hardware import dtype_bytes
 from autopar.errors import UnpricedError
 
@@ -22,6 +23,21 @@ Kind: TypeAlias = Literal[
     "parameter", "gradient", "optimizer_state", "activation", "saved", "gathered_weight", "collective", "buffer",
     "input", "temporary"
 ]  # fmt: skip
+_element, _elements, _gradients, _state = symbols("element_bytes elements gradient_copies state_copies")
+SHARD = Formula(
+    "largest shard",
+    _element * _elements,
+    {"element_bytes": "B", "elements": ""},
+    "torch.distributed.tensor: chunks of ceil(size / ranks), of which the first rank has the largest",
+    result_unit="B",
+)
+TRAINED_SHARD = Formula(
+    "largest shard with gradient and optimizer state",
+    _element * _elements * (1 + _gradients + _state),
+    {"element_bytes": "B", "elements": "", "gradient_copies": "", "state_copies": ""},
+    "Rajbhandari et al., ZeRO, SC 2020, section 3.1; state: what the optimizer holds after one step",
+    result_unit="B",
+)
 ALLOCATOR_BLOCK_BYTES = 512  # torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 # nanotron_llama1b_grid.csv in benchmarks/data: reserved over allocated is 1 to 9 %, 3 % in the mean.
 FRAGMENTATION_MARGIN = 0.03

@@ -6,7 +6,7 @@ A local form's price is that of the kernels that it emits, not of the op that it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from autopar.cost_models.compute import memory_bound_price
+from autopar.cost_models.formula import Priced
 from autopar.fake_calls import FakeCalls
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
 from autopar.passes.local_call import GraphBuilder, LocalCall, RankGeometry
@@ -122,11 +124,12 @@ class StrategyPrices:
     prices: Prices
     geometry: RankGeometry = field(init=False)
     fake_calls: FakeCalls = field(init=False)
-    known: dict[tuple[str, tuple[str, ...]], tuple[FormTraits, float]] = field(default_factory=dict)
+    known: dict[tuple[str, tuple[str, ...]], tuple[FormTraits, float]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.geometry = origin_geometry(self.prices.mesh.shape)
         self.fake_calls = FakeCalls(FakeTensorMode())
+        self.known = self.prices.form_traits  # of one `Prices`, so that all who ask it get one answer
 
     def seconds(self, call: OpCall, strategies: Sequence[Strategy]) -> npt.NDArray[np.float64]:
         """Seconds of one op under each strategy, on the largest shard, collectives of its form included."""
@@ -134,12 +137,28 @@ class StrategyPrices:
         in_forms = [index for index, strategy in enumerate(strategies) if any(rule.form for rule in strategy.rules)]
         moved = self.prices.moved_bytes(call, strategies) if in_forms else seconds
         for index in in_forms:
-            traits, op_bytes = self._traits(call, strategies[index], float(moved[index]))
+            traits, beside = self._beside(call, strategies[index], float(moved[index]))
             own = float(seconds[index]) if traits.calls_op else 0.0
-            beside = traits.moved_bytes * float(moved[index]) / max(1.0, op_bytes * traits.kernels)
             kernels_s = traits.kernels * self.prices.kernel(beside) if traits.kernels else 0.0
             seconds[index] = own + kernels_s + self.prices.internal(call, strategies[index])
         return seconds
+
+    def terms(self, call: OpCall, strategy: Strategy) -> tuple[Priced, ...]:
+        """What `seconds` adds up for one strategy."""
+        own = self.prices.op_prices(call, [strategy])
+        if not any(rule.form for rule in strategy.rules):
+            return tuple(price.at(0) for price in own)
+        traits, beside = self._beside(call, strategy, float(self.prices.moved_bytes(call, [strategy])[0]))
+        prices = own if traits.calls_op else []
+        if traits.kernels:
+            kernels = memory_bound_price(self.prices.device, beside)
+            prices = [*prices, replace(kernels, times=traits.kernels, label="kernels of the local form")]
+        return tuple(price.at(0) for price in [*prices, *self.prices.internal_prices(call, strategy)])
+
+    def _beside(self, call: OpCall, strategy: Strategy, moved: float) -> tuple[FormTraits, float]:
+        """The traits of a form, and the bytes that each kernel beside the op moves when the op moves `moved`."""
+        traits, op_bytes = self._traits(call, strategy, moved)
+        return traits, traits.moved_bytes * moved / max(1.0, op_bytes * traits.kernels)
 
     def _traits(self, call: OpCall, strategy: Strategy, op_bytes: float) -> tuple[FormTraits, float]:
         """The traits of a form, and the bytes that the op moved where they were found."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,20 +12,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.collectives import collective_price, collective_seconds
 from autopar.cost_models.compute import (
-    attention_seconds,
-    convolution_seconds,
-    matmul_seconds,
+    attention_price,
+    attention_work,
+    convolution_price,
+    matmul_price,
+    memory_bound_price,
     memory_bound_seconds,
-    optimizer_step_seconds,
+    optimizer_step_price,
 )
+from autopar.cost_models.formula import Priced, total
 from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
 from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
-from autopar.sharding.rule import Ring
 from autopar.sharding.strategies import Strategy, local_bytes
 from autopar.sharding.windows import Halo, halo_rows
 
@@ -50,6 +52,7 @@ class Prices:
     """Prices on one mesh. Every op not named below is memory-bound: it reads its inputs and writes its outputs."""
 
     mesh: Mesh
+    form_traits: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # kept by `StrategyPrices`
 
     @property
     def device(self) -> Device:
@@ -81,12 +84,23 @@ class Prices:
             return self.copy(bytes_ / self.mesh.shape[axis] if kind == "slice" else bytes_)
         return float(collective_seconds(kind, bytes_, self.axes[axis]))
 
+    def collective_prices(self, kind: str, bytes_: float, axis: int) -> list[Priced]:
+        """What `collective` adds up."""
+        if self.mesh.shape[axis] == 1:
+            return []
+        if kind in ("slice", "copy"):
+            return [self.copy_price(bytes_ / self.mesh.shape[axis] if kind == "slice" else bytes_)]
+        price = collective_price(kind, bytes_, self.axes[axis])
+        return [] if price is None else [price]
+
     def op(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
         """Seconds of one op under each strategy, on the largest shard, called as it stands."""
-        if call.name in VIEWS:
-            return np.zeros(len(strategies))
-        inputs, outputs = self._local_shapes(call, strategies)
-        return np.broadcast_to(self._compute(call, inputs, outputs), (len(strategies),)).astype(np.float64)
+        value = total(self.op_prices(call, strategies))
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), (len(strategies),)).copy()
+
+    def op_prices(self, call: OpCall, strategies: Sequence[Strategy]) -> list[Priced]:
+        """What `op` adds up."""
+        return [] if call.name in VIEWS else self._prices(call, *self._local_shapes(call, strategies))
 
     def moved_bytes(self, call: OpCall, strategies: Sequence[Strategy]) -> Seconds:
         """Bytes that one op reads and writes under each strategy, on the largest shard."""
@@ -108,7 +122,7 @@ class Prices:
             return 0.0
         inputs: list[Shapes | None] = [[spec.shape] for spec in call.inputs]
         outputs = [None if spec is None else [spec.shape] for spec in call.outputs]
-        return float(np.asarray(self._compute(call, inputs, outputs)).reshape(-1)[0])
+        return float(np.asarray(total(self._prices(call, inputs, outputs))).reshape(-1)[0])
 
     def kernel(self, moved_bytes: float) -> float:
         """Seconds of a kernel that reads and writes `moved_bytes` in all."""
@@ -118,6 +132,10 @@ class Prices:
         """Seconds to copy a tensor in device memory."""
         return self.kernel(2.0 * bytes_)
 
+    def copy_price(self, bytes_: float) -> Priced:
+        """What `copy` gives the value of."""
+        return replace(memory_bound_price(self.device, 2.0 * bytes_), label="copy")
+
     def _shapes(
         self, specs: Sequence[TensorSpec | None], layouts: Sequence[Sequence[Any]], index: int
     ) -> Shapes | None:
@@ -126,46 +144,52 @@ class Prices:
             return None
         return [local_shape(spec.shape, per_strategy[index], self.mesh.shape) for per_strategy in layouts]
 
-    def _compute(self, call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> Any:
-        moved = _moved_bytes(call, inputs, outputs)
-        dtype = _dtype(call)
+    def _prices(self, call: OpCall, inputs: list[Shapes | None], outputs: list[Shapes | None]) -> list[Priced]:
+        moved, dtype = _moved_bytes(call, inputs, outputs), _dtype(call)
+        name = str(dtype).removeprefix("torch.")
         work = _WORK.get(call.name)
-        if work is not None and dtype.is_floating_point:
-            try:
-                return work(self.device, str(dtype).removeprefix("torch."), call, inputs, outputs, moved)
-            except UnpricedError as error:
-                raise UnpricedError(f"{call.name}: {error.what}", where=error.where, fix=error.fix) from error
-        return memory_bound_seconds(self.device, moved, str(dtype).removeprefix("torch."))
+        if work is None or not dtype.is_floating_point:
+            return [memory_bound_price(self.device, moved, name)]
+        try:
+            return work(self.device, name, call, inputs, outputs, moved)
+        except UnpricedError as error:
+            raise UnpricedError(f"{call.name}: {error.what}", where=error.where, fix=error.fix) from error
 
     def internal(self, call: OpCall, strategy: Strategy) -> float:
         """Seconds of the collectives inside a strategy's local forms."""
-        total = 0.0
+        return sum(
+            times * self.collective(kind, bytes_, axis) for kind, bytes_, axis, times in self._inside(call, strategy)
+        )
+
+    def internal_prices(self, call: OpCall, strategy: Strategy) -> list[Priced]:
+        """What `internal` adds up."""
+        return [
+            replace(price, times=times * price.times)
+            for kind, bytes_, axis, times in self._inside(call, strategy)
+            for price in self.collective_prices(kind, bytes_, axis)
+        ]
+
+    def _inside(self, call: OpCall, strategy: Strategy) -> list[tuple[str, float, int, int]]:
+        """(kind, bytes, mesh axis, how many) of the collectives inside a strategy's local forms."""
+        found: list[tuple[str, float, int, int]] = []
         for axis, rule in enumerate(strategy.rules):
             if rule.internal_bytes:
-                total += self.collective(
-                    "all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis
-                )
+                found.append(("all_reduce", self._local_share(call, strategy, axis, rule.internal_bytes), axis, 1))
             if rule.halo is not None:
-                total += self._halo(call, strategy, axis, rule.halo)
+                found.append(("send", self._halo_bytes(call, strategy, axis, rule.halo), axis, rule.halo.rounds))
             if rule.ring is not None:
-                total += self._ring(call, strategy, axis, rule.ring)
-        return total
+                pairs = ((call.inputs[index], strategy.inputs[index]) for index in rule.ring.tensors)
+                sent = sum(local_bytes(spec, layout, self.mesh.shape) for spec, layout in pairs)
+                found.append(("send", sent, axis, rule.ring.rounds * (self.mesh.shape[axis] - 1)))
+        return [item for item in found if item[1] or item[0] != "send"]
 
-    def _ring(self, call: OpCall, strategy: Strategy, axis: int, ring: Ring) -> float:
-        """Seconds for a rank's chunks to go around an axis."""
-        pairs = ((call.inputs[index], strategy.inputs[index]) for index in ring.tensors)
-        sent = sum(local_bytes(spec, layout, self.mesh.shape) for spec, layout in pairs)
-        return ring.rounds * (self.mesh.shape[axis] - 1) * self.collective("send", sent, axis)
-
-    def _halo(self, call: OpCall, strategy: Strategy, axis: int, halo: Halo) -> float:
-        """Seconds of an exchange with the neighbours: what the rank in the middle receives, over one link."""
+    def _halo_bytes(self, call: OpCall, strategy: Strategy, axis: int, halo: Halo) -> float:
+        """What the rank in the middle receives of a neighbour, over one link."""
         rows = halo_rows(halo.window, self.mesh.shape[axis])
-        if not rows:
-            return 0.0
         spec, layout = call.inputs[halo.tensor], strategy.inputs[halo.tensor]
         others = tuple(1 if index == axis else ranks for index, ranks in enumerate(self.mesh.shape))
         share = local_bytes(spec, layout, others) / max(1, spec.nbytes)
-        return halo.rounds * self.collective("send", rows * halo.row_bytes * share, axis)
+        return rows * halo.row_bytes * share
 
     def _local_share(self, call: OpCall, strategy: Strategy, axis: int, bytes_: int) -> float:
         """The part of `bytes_` that one group along `axis` holds: other axes cut it as they cut the first output."""
@@ -177,8 +201,12 @@ class Prices:
 
     def optimizer(self, parameter_bytes: Seconds, state_copies: float) -> Seconds:
         """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
-        value = optimizer_step_seconds(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
-        return np.asarray(value, dtype=np.float64)
+        return np.asarray(self.optimizer_price(parameter_bytes, state_copies).value, dtype=np.float64)
+
+    def optimizer_price(self, parameter_bytes: Any, state_copies: float) -> Priced:
+        """What `optimizer` gives the value of."""
+        price = optimizer_step_price(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
+        return replace(price, label="optimizer step")
 
 
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
@@ -213,16 +241,16 @@ def _dims(shapes: Shapes | None) -> Seconds:
     return np.array(shapes, dtype=np.float64).reshape(len(shapes), -1).T
 
 
-Work = Callable[[Device, str, OpCall, list[Any], list[Any], Any], Any]
+Work = Callable[[Device, str, OpCall, list[Any], list[Any], Any], list[Priced]]
 
 
 def _matmul(first: int) -> Work:
     """Price of a product whose left matrix is tensor input `first`; leading dims of the output are a batch."""
 
-    def work(device: Device, dtype: str, _: OpCall, inputs: list[Any], outputs: list[Any], __: Any) -> Any:
+    def work(device: Device, dtype: str, _: OpCall, inputs: list[Any], outputs: list[Any], __: Any) -> list[Priced]:
         left, right = _dims(inputs[first]), _dims(inputs[first + 1])
         batch = left[0] if len(left) > 2 else 1.0
-        return matmul_seconds(device, dtype, batch, left[-2], right[-1], left[-1])
+        return [matmul_price(device, dtype, batch, left[-2], right[-1], left[-1])]
 
     return work
 
@@ -230,25 +258,27 @@ def _matmul(first: int) -> Work:
 def _convolution(passes: int, image: int, weight: int) -> Work:
     """Price of a convolution: `passes` times the forward's flops; `image` is the input that the filters slide over."""
 
-    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], moved: Any) -> Any:
+    def work(
+        device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], moved: Any
+    ) -> list[Priced]:
         transposed = bool(call.argument(6 if passes == 1 else 7, "transposed", False))
         gradient = outputs[0] if passes == 1 else inputs[0]
         spatial = inputs[image] if transposed else gradient
         filters = _dims(inputs[weight])
         per_position = np.prod(filters, axis=0) / filters[0]
-        return convolution_seconds(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved)
+        return [convolution_price(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved)]
 
     return work
 
 
 def _attention(direction: Any) -> Work:
-    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> Any:
+    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> list[Priced]:
         start = 0 if direction == "forward" else 1
         query, key = _dims(inputs[start]), _dims(inputs[start + 1])
         batch = np.prod(query[:-3], axis=0) if len(query) > 3 else 1.0
-        return attention_seconds(
-            device, dtype, batch, query[-3], query[-2], key[-2], query[-1], direction=direction, key_value_heads=key[-3]
-        )
+        sizes = (batch, query[-3], query[-2], key[-2], query[-1])
+        flops, moved = attention_work(dtype, *sizes, direction=direction, key_value_heads=key[-3])
+        return [attention_price(device, dtype, flops, moved, direction)]
 
     return work
 
@@ -256,23 +286,26 @@ def _attention(direction: Any) -> Work:
 def _experts(first: int, up_products: int, down_products: int) -> Work:
     """Price of a layer of experts whose arguments begin at `first`, its choices spread evenly over the experts."""
 
-    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> Any:
+    def work(device: Device, dtype: str, call: OpCall, inputs: list[Any], _: list[Any], __: Any) -> list[Priced]:
         down_at = first + 4 + (call.args[first + 4] is not None)  # a bias between the two is a tensor too
         up, down, index = (_dims(inputs[place]) for place in (first + 3, down_at, first + 1))
         rows = np.maximum(1.0, index[0] * index[1] / call.inputs[first + 3].shape[0])
-        up_s = matmul_seconds(device, dtype, up[0], rows, up[1] * up[2], up[3])
-        return up_products * up_s + down_products * matmul_seconds(device, dtype, up[0], rows, down[1], down[2])
+        return [
+            replace(matmul_price(device, dtype, up[0], rows, up[1] * up[2], up[3]), times=up_products),
+            replace(matmul_price(device, dtype, up[0], rows, down[1], down[2]), times=down_products),
+        ]
 
     return work
 
 
-def _groups(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], _: Any) -> Any:
+def _groups(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs: list[Any], _: Any) -> list[Priced]:
     """Price of products in groups of equal numbers of rows."""
     rows, right, out = _dims(inputs[0]), _dims(inputs[1]), _dims(outputs[0])
     if len(right) == 2:  # an outer product: the rows are summed over
-        return matmul_seconds(device, dtype, out[0], out[1], out[2], np.maximum(1.0, rows[0] / call.inputs[2].shape[0]))
+        per_group = np.maximum(1.0, rows[0] / call.inputs[2].shape[0])
+        return [matmul_price(device, dtype, out[0], out[1], out[2], per_group)]
     per_group = np.maximum(1.0, rows[0] / call.inputs[1].shape[0])
-    return matmul_seconds(device, dtype, right[0], per_group, right[2], right[1])
+    return [matmul_price(device, dtype, right[0], per_group, right[2], right[1])]
 
 
 _WORK: dict[str, Work] = {
