@@ -22,6 +22,7 @@ from autopar.arguments import (
     load_plan,
     make_options,
     refuse_unsupported,
+    with_batch,
 )
 from autopar.capture.program import Program
 from autopar.capture.trace import Model, as_module, capture, tensor_leaves
@@ -31,6 +32,7 @@ from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory
+from autopar.planner.reconsider import with_questions
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.step import geometry_of
@@ -148,9 +150,13 @@ def make_plan(
         precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
     )
     view = as_mesh(mesh, hardware)
-    program = capture(as_module(model), *call_arguments(example_inputs), device=view.device_type)
+    module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
+    program = capture(module, args, kwargs, device=view.device_type)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    return plan_or_follow(program, view, options, load_plan(plan)).plan
+    planned = plan_or_follow(program, view, options, load_plan(plan))
+    return with_questions(
+        planned, lambda size: capture(module, *with_batch(args, kwargs, size), device=view.device_type)
+    )
 
 
 def run_virtual(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.cost_models.hardware import HardwareProfile
 from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStrategyError, UnsupportedOptionError
@@ -47,6 +48,23 @@ def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is a {type(inputs).__name__}",
         fix="pass a tensor, a tuple of positional inputs or a dict of keyword inputs",
     )
+
+
+def with_batch(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same inputs with another batch: dim 0, where it is as long as most inputs' is, repeated or cut short."""
+    leaves, spec = tree_flatten((args, kwargs))
+    lengths = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not lengths:
+        raise CaptureError("no input has a batch dim", fix="plan again with inputs of the other size")
+    batch = max(set(lengths), key=lambda length: (lengths.count(length), length))
+    resized = [
+        leaf[torch.arange(size, device=leaf.device) % batch]
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
+        else leaf
+        for leaf in leaves
+    ]
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(resized, spec)
+    return found
 
 
 def refuse_unsupported(**options: Any) -> None:

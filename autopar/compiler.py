@@ -89,7 +89,7 @@ def _pack(program: Program, planned: Planned) -> str:
     """The choice, the plan, and what was discovered: the strategies among which the choice picks depend on it."""
     known = planned.rules.findings
     findings = {key: known[call] for key, call in _calls(program) if call in known} if known else {}
-    message = (planned.choice, planned.plan.repriced(problem=None, recomputation=None), findings)
+    message = (planned.choice, planned.plan.repriced(problem=None, recomputation=None, planning=None), findings)
     return base64.b64encode(pickle.dumps(message)).decode()
 
 

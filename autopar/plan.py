@@ -6,7 +6,6 @@ import fnmatch
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,64 +14,15 @@ from typing import Any
 
 from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
-from autopar.folding import expand_key, fold_keys
+from autopar.folding import fold_keys
+from autopar.plan_details import EntryCosts, PlanDetails
+from autopar.plan_entries import SCHEMA, OpWithoutRule, PlanEntry, PlanReader, plan_json_text
+from autopar.plan_questions import Change, Explanation, Planning
 from autopar.search import Problem, memory_frontier, undominated
-from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.version import __version__
 
-SCHEMA = 2
-RESIDENCIES = ("keep", "recompute")
+__all__ = ["SCHEMA", "OpWithoutRule", "Plan", "PlanEntry"]
 _REWRITE = "give a file that plan.save wrote, or compare with one"
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCost:
-    """One collective (or local slice) that a decision's inputs need before it can run."""
-
-    collective: str
-    axis: int
-    bytes: int  # of the full tensor over the axis' group
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One decision: the layouts of its inputs and outputs, and what it costs on one rank.
-
-    A gradient has no entry: it takes its parameter's layout.
-    """
-
-    key: str  # a parameter's name, `input:0`, or `module/op#occurrence`
-    kind: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    module: str = ""
-    where: str = ""  # the user's line
-    seconds: float = 0.0
-    bytes: int = 0  # of its outputs on the largest shard
-    moves: tuple[MoveCost, ...] = ()
-    residency: str = ""  # of a value that the backward needs: keep or recompute; keep a parameter's gathered copy
-
-    def signature(self) -> tuple[str, ...]:
-        """What it decides as text: what two entries must share to be folded into one line."""
-        usual = "" if self.kind == "parameter" else "keep"
-        again = () if self.residency in ("", usual) else (self.residency,)
-        return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs), *again)
-
-
-@dataclass(frozen=True, slots=True)
-class OpWithoutRule:
-    """An op for which nobody wrote a rule: the rules that were discovered for it, or why it runs replicated."""
-
-    op: str
-    uses: int
-    rules: tuple[str, ...] = ()  # as `S0, R -> P`
-    why: str = ""  # there are none
-    where: str = ""  # the user's line of the first use
-
-
-def _texts(layouts: tuple[Layout, ...]) -> list[str]:
-    return [format_layout(layout) for layout in layouts]
 
 
 @dataclass(frozen=True)
@@ -110,6 +60,8 @@ class Plan:
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
     step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
     recomputation: Problem | None = field(default=None, repr=False, compare=False)  # under these layouts; not saved
+    details: PlanDetails | None = field(default=None, repr=False, compare=False)  # measured of the emitted program
+    planning: Planning | None = field(default=None, repr=False, compare=False)  # where it comes from; not saved
 
     def __post_init__(self) -> None:
         axes = len(self.mesh_shape)
@@ -189,22 +141,81 @@ class Plan:
         return self.problem
 
     def matching(self, pattern: str) -> tuple[PlanEntry, ...]:
-        """Entries whose key or module matches a shell-style pattern."""
+        """Entries whose key or module matches a shell-style pattern; a plain module's name means all in it."""
+        inside = f"{pattern}[./]*" if pattern and not set(pattern) & set("*?[") else pattern
         return tuple(
             entry
             for entry in self.entries
-            if fnmatch.fnmatchcase(entry.key, pattern) or (entry.module and fnmatch.fnmatchcase(entry.module, pattern))
+            if any(
+                fnmatch.fnmatchcase(name, way)
+                for name in (entry.key, entry.module)
+                for way in (pattern, inside)
+                if name
+            )
         )
 
     def explain(self, pattern: str) -> str:
-        """What was chosen for the parameters, ops or modules that match, and what it costs."""
-        from autopar.report.text import explain_entries
+        """What was chosen for the parameters, ops or modules that match, at what price, and why nothing else was.
 
-        return explain_entries(self, pattern)
+        Alternatives are priced for everything: the rest is chosen anew for each. They, and the formulas behind the
+        prices, need the model: a plan that was loaded is given it by `make_plan(model, mesh, plan=...)`.
+        """
+        from autopar.report.explain import explanations_text
+
+        return explanations_text(self, pattern, self.explanations(pattern))
+
+    def explanations(self, pattern: str) -> tuple[Explanation, ...]:
+        """What `explain` tells, as values; repeated layers that decide alike are one."""
+        matched = self.matching(pattern)
+        folded = fold_keys({entry.key: (entry.signature(), entry.costs.prices) for entry in matched})
+        if self.planning is not None:
+            return self.planning.explanations(self, pattern, folded)
+        by_key = {entry.key: entry for entry in matched}
+        missing = "alternatives and formulas: they need the model; explain what make_plan(model, mesh, plan=...) gives"
+        return tuple(
+            Explanation(name, by_key[members[0]], len(members), missing=missing) for name, members in folded.items()
+        )
+
+    def what_if(
+        self,
+        *,
+        pin: Mapping[str, str] | Sequence[Any] = (),
+        memory_limit_bytes: int | None = None,
+        hardware: Any = None,
+        mesh: Any = None,
+        batch: int | None = None,
+    ) -> Plan:
+        """The plan under other circumstances, solved again from this one; what is not named stays as it was.
+
+        `pin`: as `constraints` of make_plan, checked against the rules. `batch`: the size of dim 0 of the inputs.
+        Raises what make_plan raises, and PlanError for a plan that was loaded.
+        """
+        return self._asked("what_if").what_if(self, Change(pin, memory_limit_bytes, hardware, mesh, batch))
+
+    def emitted(self) -> Plan:
+        """This plan with the time and the memory of its emitted program, where `what_if` only foresaw them."""
+        return self if self.step_ops is not None else self._asked("emitted").emitted(self)
+
+    def _asked(self, question: str) -> Planning:
+        if self.planning is None:
+            raise PlanError(
+                f"{question} needs the model, and this plan was loaded or received without it",
+                fix="ask the plan that make_plan(model, mesh, example_inputs=..., plan=...) gives",
+            )
+        return self.planning
+
+    def plot(self, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
+        """A picture of `memory` over time, of the `frontier` or of the `communication`; needs matplotlib.
+
+        Written as PNG or SVG by the name of the file; without one, the `matplotlib.figure.Figure` is returned.
+        """
+        from autopar.report.pictures import plot_plan
+
+        return plot_plan(self, kind, path)
 
     def diff(self, other: Plan) -> str:
         """What `other` decides differently, folded over repeated layers, and what that costs."""
-        from autopar.report.text import diff_plans
+        from autopar.report.difference import diff_plans
 
         return diff_plans(self, other)
 
@@ -214,8 +225,8 @@ class Plan:
         return plan_text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON made for people: names, not node numbers; repeated layers in one line."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """Write JSON made for people: names, not node numbers; repeated layers in one line; what is measured last."""
+        Path(path).write_text(plan_json_text(self.to_json()), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -241,7 +252,7 @@ class Plan:
         sections: dict[str, dict[str, Any]] = {"inputs": {}, "parameters": {}, "ops": {}}
         for text, members in folded.items():
             entry = by_key[members[0]]
-            sections[_section(entry.kind)][text] = _entry_json(entry)
+            sections[_section(entry.kind)][text] = entry.words
         return {
             "format": "autopar plan",
             "schema": SCHEMA,
@@ -256,6 +267,7 @@ class Plan:
                 "memory": dict(self.memory),
                 "memory_limit_bytes": self.memory_limit_bytes,
                 "optimizer": self.optimizer,
+                "alternatives": dict(self.alternatives),
                 "decisions": self.hash,
             },
             **sections,
@@ -264,6 +276,9 @@ class Plan:
                 {"op": it.op, "uses": it.uses, "rules": list(it.rules), "why": it.why, "where": it.where}
                 for it in self.without_rule
             ],
+            "costs": self._costs_json(),
+            "frontier": [list(point) for point in self.frontier] if "frontier" in self.__dict__ else None,
+            "details": None if self.details is None else self.details.to_json(),
         }
 
     def _residency_json(self) -> dict[str, str]:
@@ -271,10 +286,15 @@ class Plan:
         said = {entry.key: entry.residency for entry in self.entries if entry.residency}
         return {text: said[members[0]] for text, members in fold_keys(said).items()}
 
+    def _costs_json(self) -> dict[str, Any]:
+        """What each decision was priced at, to be read; a plan that is followed is priced anew."""
+        costs = {entry.key: entry.costs for entry in self.entries if entry.costs.prices != (0.0, 0, ())}
+        return {text: costs[members[0]].to_json() for text, members in fold_keys(costs).items()}
+
     @classmethod
     def from_json(cls, data: Any) -> Plan:
-        """A checked plan from plain dicts and lists."""
-        return _Reader(data).plan()
+        """A checked plan from plain dicts and lists; costs that are not those of its decisions are left out."""
+        return _plan_of(PlanReader(data))
 
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""
@@ -285,134 +305,42 @@ def _section(kind: str) -> str:
     return {"op": "ops", "parameter": "parameters"}.get(kind, "inputs")
 
 
-def _entry_json(entry: PlanEntry) -> Any:
-    if entry.kind == "op":
-        return f"{' '.join(_texts(entry.inputs))} -> {' '.join(_texts(entry.outputs))}".strip()
-    return format_layout(entry.outputs[0])
+def _plan_of(reader: PlanReader) -> Plan:
+    mesh, axes = reader.mesh()
+    predicted = reader.field(reader.data, "predicted", dict)
+    search = reader.field(reader.data, "search", dict)
+    plan = Plan(
+        mesh_shape=mesh,
+        axis_names=axes,
+        hardware=reader.hardware(),
+        search=reader.field(search, "name", str),
+        model_hash=reader.field(reader.data, "model", str),
+        entries=reader.with_costs(reader.with_residency(reader.entries(len(mesh))), len(mesh)),
+        step_s=reader.number(predicted, "step_s"),
+        recompute_s=reader.number(predicted, "recompute_s"),
+        peak_bytes=int(reader.number(predicted, "peak_bytes")),
+        memory=reader.memory(predicted),
+        memory_limit_bytes=reader.field(predicted, "memory_limit_bytes", int, type(None)),
+        optimizer=reader.field(predicted, "optimizer", str),
+        cost=reader.number(search, "cost"),
+        bound=reader.number(search, "bound"),
+        version=reader.field(reader.data, "version", str),
+        without_rule=reader.without_rule(),
+        alternatives=reader.alternatives(predicted),
+        details=reader.details(),
+    )
+    frontier = reader.frontier()
+    if predicted.get("decisions") != plan.hash:
+        return _unpriced(plan)
+    if frontier is not None:
+        plan.__dict__["frontier"] = frontier
+    return plan
 
 
-class _Reader:
-    """Reads plan JSON field by field; the first thing that is wrong is a PlanFormatError that names it."""
-
-    def __init__(self, data: Any) -> None:
-        if not isinstance(data, dict) or data.get("format") != "autopar plan":
-            raise PlanFormatError('this is not a plan: no "format": "autopar plan"', fix="write one with plan.save")
-        schema = data.get("schema")
-        if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
-            raise PlanFormatError(
-                f"plan schema {schema!r}, this version reads 1 to {SCHEMA}", fix="plan again with this version"
-            )
-        self.schema, self.data = schema, data
-
-    def field(self, holder: Any, name: str, *kinds: type) -> Any:
-        value = holder.get(name)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise PlanFormatError(f"{name!r} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
-        return value
-
-    def number(self, holder: Any, name: str) -> float:
-        value = self.field(holder, name, int, float)
-        if not 0 <= value <= sys.float_info.max:
-            raise PlanFormatError(f"{name!r} is {value!r}, expected a finite number")
-        return float(value)
-
-    def plan(self) -> Plan:
-        mesh = self.field(self.data, "mesh", dict)
-        shape = self.field(mesh, "shape", list)
-        names = self.field(mesh, "axes", list)
-        if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in shape):
-            raise PlanFormatError(f"mesh shape {shape!r} is not a list of sizes")
-        if not all(isinstance(name, str) for name in names):
-            raise PlanFormatError(f"mesh axes {names!r} are not names")
-        predicted = self.field(self.data, "predicted", dict)
-        search = self.field(self.data, "search", dict)
-        plan = Plan(
-            mesh_shape=tuple(shape),
-            axis_names=tuple(names),
-            hardware=self.field(mesh, "hardware", str),
-            search=self.field(search, "name", str),
-            model_hash=self.field(self.data, "model", str),
-            entries=self.with_residency(self.entries(len(shape))),
-            step_s=self.number(predicted, "step_s"),
-            recompute_s=self.number(predicted, "recompute_s") if self.schema > 1 else 0.0,
-            peak_bytes=int(self.number(predicted, "peak_bytes")),
-            memory=self.memory(predicted),
-            memory_limit_bytes=self.field(predicted, "memory_limit_bytes", int, type(None)),
-            optimizer=self.field(predicted, "optimizer", str),
-            cost=self.number(search, "cost"),
-            bound=self.number(search, "bound"),
-            version=self.field(self.data, "version", str),
-            without_rule=self.without_rule(),
-        )
-        if predicted.get("decisions") != plan.hash:
-            return plan.repriced(
-                notes=("edited since it was priced: its costs are computed again when it is compiled",)
-            )
-        return plan
-
-    def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
-        found = self.field(predicted, "memory", dict)
-        return {kind: int(self.number(found, kind)) for kind in found}
-
-    def without_rule(self) -> tuple[OpWithoutRule, ...]:
-        """A list that plans of before discovery do not have."""
-        if "without_rule" not in self.data:
-            return ()
-        found = []
-        for item in self.field(self.data, "without_rule", list):
-            if not isinstance(item, dict):
-                raise PlanFormatError(f"'without_rule' holds {item!r}, expected dicts")
-            rules = self.field(item, "rules", list)
-            if not all(isinstance(rule, str) for rule in rules):
-                raise PlanFormatError(f"'rules' is {rules!r}, expected a list of texts")
-            texts = [self.field(item, name, str) for name in ("op", "why", "where")]
-            found.append(OpWithoutRule(texts[0], int(self.number(item, "uses")), tuple(rules), *texts[1:]))
-        return tuple(found)
-
-    def entries(self, axes: int) -> list[PlanEntry]:
-        found: dict[str, PlanEntry] = {}
-        for section in ("inputs", "parameters", "ops"):
-            for text, value in self.field(self.data, section, dict).items():
-                for key in expand_key(text):
-                    if key in found:
-                        raise PlanFormatError(f"{key!r} is decided twice", where=f"{section}: {text}")
-                    found[key] = self.entry(section, text, key, value, axes)
-        return list(found.values())
-
-    def with_residency(self, entries: list[PlanEntry]) -> tuple[PlanEntry, ...]:
-        """The entries with what happens to their values; plans of schema 1 keep everything."""
-        said: dict[str, str] = {}
-        for text, value in self.field(self.data, "residency", dict).items() if self.schema > 1 else ():
-            if value not in RESIDENCIES:
-                raise PlanFormatError(
-                    f"{value!r} is no residency", where=f"residency: {text}", fix=f"write {' or '.join(RESIDENCIES)}"
-                )
-            said.update(dict.fromkeys(expand_key(text), value))
-        unknown = said.keys() - {entry.key for entry in entries if entry.kind in ("op", "parameter")}
-        if unknown:
-            raise PlanFormatError(f"{sorted(unknown)[0]!r} is no op or parameter of this plan", where="residency")
-        return tuple(replace(entry, residency=said.get(entry.key, "")) for entry in entries)
-
-    def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
-        try:
-            if section == "ops":
-                sides = _word(value).split("->")
-                if len(sides) != 2:
-                    raise PlanFormatError(
-                        f"{value!r} has no '->'", fix='write inputs -> outputs, as "S0,R R,S1 -> S0,S1"'
-                    )
-                layouts = [tuple(parse_layout(word, axes) for word in side.split()) for side in sides]
-                return PlanEntry(key, "op", layouts[0], layouts[1])
-            return PlanEntry(key, _kind(section, key), (), (parse_layout(_word(value), axes),))
-        except PlanFormatError as error:
-            raise PlanFormatError(error.what, where=f"{section}: {text}", fix=error.fix) from error
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise PlanFormatError(f"{value!r} is not a layout", fix='write placements by axis, as "S0,R"')
-    return value
-
-
-def _kind(section: str, key: str) -> str:
-    return "parameter" if section == "parameters" else key.partition(":")[0]
+def _unpriced(plan: Plan) -> Plan:
+    """An edited plan: none of the numbers in its file are those of its decisions."""
+    return plan.repriced(
+        entries=tuple(entry.priced(EntryCosts()) for entry in plan.entries),
+        step_s=0.0, recompute_s=0.0, peak_bytes=0, memory={}, cost=0.0, bound=0.0, alternatives={}, details=None,
+        notes=("edited since it was priced: its costs are computed again when it is compiled",),
+    )  # fmt: skip

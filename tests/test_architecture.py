@@ -13,6 +13,7 @@ from tests.source_tree import ROOT, imports, modules
 # `errors` and `version` are for everyone, and a room may always import itself.
 FOR_EVERYONE = {"errors", "version"}
 FOUNDATION = {"source", "torch_compat", "fake_calls", "collector", "ops"}
+PLAN_PARTS = {"plan_details", "plan_entries", "plan_questions"}
 VIRTUAL = {"runtime.virtual_groups", "runtime.lockstep"}  # ranks in one process: no graph, no plan
 ROOMS_BELOW: dict[str, set[str]] = {
     "errors": set(),
@@ -31,8 +32,11 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "mesh": {"cost_models"},
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
-    "report": {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
-    "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
+    "report": PLAN_PARTS | {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
+    "plan_details": set(),
+    "plan_entries": {"folding", "sharding", "plan_details"},
+    "plan_questions": {"plan_entries"},
+    "plan": PLAN_PARTS | {"folding", "mesh", "report", "search", "cost_models", "schedules"},
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
@@ -41,7 +45,9 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops
     "planner": FOUNDATION
     | VIRTUAL
+    | PLAN_PARTS
     | {
+        "report",
         "capture",
         "sharding",
         "sharding.discovery",

@@ -80,10 +80,19 @@ def apply_constraints(
     for index, decision in enumerate(planning.decisions):
         if decision.kind == "parameter" and parameter_layouts and decision.name in parameter_layouts:
             allowed[index] = _mask(decision, parameter_layouts[decision.name])
-    if not allowed:
-        return planning
+    return pinned(planning, allowed) if allowed else planning
+
+
+def pinned(planning: PlanningProblem, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> PlanningProblem:
+    """The problem with only some strategies allowed of the decisions named."""
     problem = replace(planning.restricted(allowed), groups=_regrouped(planning, allowed))
     return replace(planning, problem=problem)
+
+
+def pinned_decisions(planning: PlanningProblem, constraints: tuple[Constraint, ...]) -> tuple[int, ...]:
+    """The decisions whose layouts constraints name."""
+    layouts = [item for item in constraints if not item.is_residency]
+    return tuple(sorted({index for item in layouts for index in _matching(planning, item.pattern)}))
 
 
 def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...]) -> dict[int, str]:

@@ -17,11 +17,12 @@ from torch import fx
 from autopar.capture.program import InputKind, results_of
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
 from autopar.passes.pipeline import LocalProgram
-from autopar.passes.storages import storages_of
+from autopar.passes.storages import storages_of, view_root
 
-Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "collective"]
+Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "gathered", "collective"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""collective: what a collective wrote, and what ops of the same move made of it; saved: read by the backward."""
+"""saved: read by the backward. collective: what a collective wrote, and what ops of the same move made of it; gathered:
+the same, of a parameter."""
 
 _INPUT_KINDS: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 Storage = int  # identity of a fake storage within one program
@@ -35,6 +36,8 @@ class Timeline:
     bytes_by_kind: Mapping[Kind, tuple[int, ...]]
     backward_start: int  # index of the first node of the backward
     born: tuple[int, ...]  # bytes that begin to live with each node
+    labels: tuple[tuple[str, str], ...] = ()  # per node, what it is called and the user's line
+    lifetimes: tuple[Lifetime, ...] = ()
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -66,6 +69,8 @@ class Lifetime:
     kind: Kind
     first: int
     last: int
+    name: str = ""  # of the parameter or input, or `module/op#occurrence` of the op that makes it
+    where: str = ""  # the user's line
 
 
 def predicted_timeline(local: LocalProgram) -> Timeline:
@@ -86,7 +91,23 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
     for life in lifetimes:
         born[life.first] += life.bytes
     by_kind = {kind: tuple(_running_sums(values[: len(nodes)])) for kind, values in changes.items()}
-    return Timeline(tuple(node.name for node in nodes), by_kind, start, tuple(born))
+    names = _names(local)
+    labels = tuple(_label(node, names) for node in nodes)
+    return Timeline(tuple(node.name for node in nodes), by_kind, start, tuple(born), labels, tuple(lifetimes))
+
+
+def _names(local: LocalProgram) -> dict[str, str]:
+    """What the placeholders are called."""
+    return {item.node: item.name for item in local.program.inputs}
+
+
+def _label(node: fx.Node, names: Mapping[str, str]) -> tuple[str, str]:
+    """(what a node is called, the user's line)."""
+    name = names.get(node.name) if node.op == "placeholder" else node.meta.get("key")
+    if "move" in node.meta or is_collective(node) or is_wait(node):
+        module = node.meta.get("module", "")
+        name = f"{module}/{node.name}" if module else node.name
+    return name or node.name, node.meta.get("where", "")
 
 
 def _running_sums(values: Sequence[int]) -> list[int]:
@@ -104,22 +125,26 @@ class _Lifetimes:
     def __init__(self, local: LocalProgram, nodes: list[fx.Node], start: int) -> None:
         self.local, self.nodes, self.start = local, nodes, start
         self.kinds = {item.node: item.kind for item in local.program.inputs}
+        self.names = _names(local)
         self.known: dict[fx.Node, dict[Storage, int]] = {}
         self.first: dict[Storage, int] = {}
         self.last: dict[Storage, int] = {}
         self.bytes: dict[Storage, int] = {}
         self.kind: dict[Storage, Kind] = {}
+        self.made: dict[Storage, tuple[str, str]] = {}
 
     def all(self) -> list[Lifetime]:
         for index, node in enumerate(self.nodes):
             for storage, bytes_ in self._storages(node).items():
-                self._make(storage, bytes_, index, self._kind_of(node))
+                self._make(storage, bytes_, index, node)
             for source in [node, *node.all_input_nodes]:
                 for storage in self._storages(source):
                     self.last[storage] = index
             self._hold_input_of_collective(node, index)
         self._hold_results()
-        return [Lifetime(self.bytes[it], self.kind[it], self.first[it], self.last[it]) for it in self.first]
+        return [
+            Lifetime(self.bytes[it], self.kind[it], self.first[it], self.last[it], *self.made[it]) for it in self.first
+        ]
 
     def _storages(self, node: fx.Node) -> dict[Storage, int]:
         """The storages under a node's value; outputs of an op that are never picked count too."""
@@ -127,9 +152,11 @@ class _Lifetimes:
             self.known[node] = storages_of(node)
         return self.known[node]
 
-    def _make(self, storage: Storage, bytes_: int, index: int, kind: Kind) -> None:
+    def _make(self, storage: Storage, bytes_: int, index: int, node: fx.Node) -> None:
         if storage in self.first:
             return
+        kind = self._kind_of(node)
+        self.made[storage] = _label(node, self.names)
         held = kind in ("parameter", "buffer", "input") and index < self.start
         self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
 
@@ -139,7 +166,15 @@ class _Lifetimes:
             return "input" if kind is None else _INPUT_KINDS.get(kind, "input")
         if node.op == "get_attr":
             return "buffer"
-        return "collective" if is_collective(node) or "move" in node.meta else "activation"
+        if not (is_collective(node) or "move" in node.meta):
+            return "activation"
+        return "gathered" if self._is_of_parameter(node) else "collective"
+
+    def _is_of_parameter(self, node: fx.Node) -> bool:
+        """Whether what is moved is a parameter, or a view of one."""
+        while node.all_input_nodes and (is_collective(node) or is_wait(node) or "move" in node.meta):
+            node = node.all_input_nodes[0]
+        return self.kinds.get(view_root(node).name) is InputKind.PARAMETER
 
     def _hold_input_of_collective(self, wait: fx.Node, index: int) -> None:
         """A process group holds the input until the wait (all_reduce works on a copy of its own)."""
@@ -168,5 +203,5 @@ class _Lifetimes:
             for storage in self._storages(node) if isinstance(node, fx.Node) else ():
                 last = end if position < count else max(self.last[storage], graph_end)
                 self.last[storage] = max(self.last[storage], last)
-                if self.kind[storage] in ("activation", "collective"):
+                if self.kind[storage] in ("activation", "gathered", "collective"):
                     self.kind[storage] = kind if position < count else "saved"

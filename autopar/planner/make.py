@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,7 +26,7 @@ from autopar.planner.measure import Measured, measured_program, ops_without_rule
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.shortfall import does_not_fit
-from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve
+from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve, solve_again
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.discovery.book import Discovery, RuleBook
 from autopar.sharding.layout import Layout
@@ -94,6 +95,8 @@ class Planned:
     planning: PlanningProblem
     solution: Solution
     rules: RuleBook
+    planner: Planner
+    best: Candidate
 
 
 def program_hash(program: Program) -> str:
@@ -108,11 +111,11 @@ def program_hash(program: Program) -> str:
 
 def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
     """The plan of least predicted time that fits. Raises MemoryLimitError, ConstraintError or PlanError."""
-    return _Planner(program, mesh, options).run()
+    return Planner(program, mesh, options).run()
 
 
 @dataclass
-class _Candidate:
+class Candidate:
     """One choice; memory and step time are those of the emitted program, and only found when they are asked for."""
 
     choice: tuple[int, ...]
@@ -151,7 +154,7 @@ class _Candidate:
         return Fitted(self.residency, self.residency_s, self.measured)
 
 
-def _with_residency(candidate: _Candidate, residency: Residency, seconds: float) -> _Candidate:
+def _with_residency(candidate: Candidate, residency: Residency, seconds: float) -> Candidate:
     extra = seconds - candidate.residency_s
     solution = replace(candidate.solution, cost=candidate.solution.cost + extra)
     foreseen_s = candidate.foreseen_s + extra
@@ -159,11 +162,11 @@ def _with_residency(candidate: _Candidate, residency: Residency, seconds: float)
 
 
 @dataclass
-class _Planner:
+class Planner:
     program: Program
     mesh: Mesh
     options: Options
-    candidates: list[_Candidate] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     tried: set[tuple[tuple[int, ...], str]] = field(default_factory=set)  # choices and names that were made to fit
     fastest: float = float("inf")  # foreseen seconds of the best plan that recomputes and fits
 
@@ -180,41 +183,71 @@ class _Planner:
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
             choice = self._hand_plan(name)
-            self._add(name, choice, self._checked(name, choice))
+            self.add(name, choice, self._checked(name, choice))
         else:
             self._search()
         self._recompute()
         best = self._best()
-        return self._planned(best)
+        return self.planned(best)
+
+    def again(self, constraints: tuple[Constraint, ...], memory_limit_bytes: int | None) -> Planner:
+        """A planner of the same decisions under further constraints, and under another limit if one is given."""
+        fresh = copy(self)
+        fresh.options = replace(self.options, constraints=(*self.options.constraints, *constraints))
+        if memory_limit_bytes is not None:
+            fresh.options = replace(fresh.options, memory_limit_bytes=memory_limit_bytes)
+        fresh.limit = fresh.options.limit(self.mesh)
+        limited = replace(self.planning, problem=with_limit(self.planning.problem, float(fresh.limit)))
+        fresh.planning = apply_constraints(limited, constraints, None)
+        fresh.candidates, fresh.tried, fresh.fastest = [], set(), float("inf")
+        fresh.budget = Budget(fresh.options.time_limit_s)
+        return fresh
+
+    def run_from(self, choice: Sequence[int], changed: Sequence[int]) -> Planned:
+        """As `run`, from a choice that was the best before the decisions `changed` were; without the hand plans."""
+        first = self.solved_again(choice, changed)
+        if first.peak_bytes > self.limit and not self._search_jointly():
+            self._search_tightened()
+        self._recompute()
+        return self.planned(self._best())
+
+    def solved_again(self, choice: Sequence[int], changed: Sequence[int]) -> Candidate:
+        """The best layouts, memory aside. Raises ConstraintError where none meet the constraints."""
+        problem, seconds = without_limit(self.planning.problem), self.options.time_limit_s
+        try:
+            solution = solve_again(problem, choice, changed, time_limit_s=seconds, seed=self.options.seed)
+        except InfeasibleProblemError as error:
+            raise ConstraintError("no layouts meet these pins together", fix="remove one of them") from error
+        return self.add(self.options.search_name, solution.choice, solution)
 
     def _hand_plan(self, name: str) -> tuple[int, ...]:
         """A recipe's choice, whatever it needs: the problem's memory is an upper bound, the emitted program decides."""
-        free = replace(self.planning, problem=_without_limit(self.planning.problem))
+        free = replace(self.planning, problem=without_limit(self.planning.problem))
         return hand_plan(free, name, time_limit_s=self.budget.share_s, seed=self.options.seed)
 
-    def _as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
-        problem = _without_limit(self.planning.problem)
+    def as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
+        problem = without_limit(self.planning.problem)
         cost = evaluate(problem, choice)
         return Solution(choice, cost, strategy=name)
 
     def _checked(self, name: str, choice: tuple[int, ...]) -> Solution:
         """The choice as a solution. Raises ConstraintError if it does not meet the constraints."""
-        solution = self._as_solution(name, choice)
+        solution = self.as_solution(name, choice)
         if self.options.constraints and not solution.cost < FORBIDDEN:
             raise ConstraintError(
                 f"the plan {name!r} does not meet the constraints", fix="use search='ilp', or no pins"
             )
         return solution
 
-    def _add(self, name: str, choice: tuple[int, ...], solution: Solution) -> _Candidate:
+    def add(self, name: str, choice: tuple[int, ...], solution: Solution) -> Candidate:
         seconds = predicted_step_s(self.planning, choice, self.prices)
-        candidate = _Candidate(choice, solution, name, seconds, self.planning, self.prices, self.options.optimizer)
+        candidate = Candidate(choice, solution, name, seconds, self.planning, self.prices, self.options.optimizer)
         fit = self._fit(candidate)
         candidate = _with_residency(candidate, fit.fastest, fit.seconds(fit.fastest))
         self.candidates.append(candidate)
         return candidate
 
-    def _fit(self, candidate: _Candidate) -> Fit:
+    def _fit(self, candidate: Candidate) -> Fit:
         pins = residency_pins(self.planning, self.options.constraints)
         gathers = GATHERS.get(candidate.name)
         if gathers is not None:
@@ -224,7 +257,7 @@ class _Planner:
         choice, residency, seed = candidate.choice, candidate.residency, self.options.seed
         return Fit(self.planning, choice, self.prices, step_s, pins, self.budget, residency, seed)
 
-    def _refitted(self, candidate: _Candidate, fitted: Fitted) -> _Candidate:
+    def _refitted(self, candidate: Candidate, fitted: Fitted) -> Candidate:
         """The candidate with another residency, measured."""
         fresh = _with_residency(candidate, fitted.residency, fitted.seconds)
         fresh.__dict__["measured"] = fitted.measured
@@ -238,7 +271,7 @@ class _Planner:
             if (candidate.choice, candidate.name) not in self.tried:
                 self._fitted(candidate)
 
-    def _fitted(self, candidate: _Candidate) -> tuple[bool, int]:
+    def _fitted(self, candidate: Candidate) -> tuple[bool, int]:
         """Add the candidate with as little recomputed as makes it fit; (whether it does, the least bytes found)."""
         self.tried.add((candidate.choice, candidate.name))
         fitted, thriftiest = self._fit(candidate).under(self.limit, candidate.fitted)
@@ -254,8 +287,8 @@ class _Planner:
                 choice = self._hand_plan(name)
             except (PlanError, InfeasibleProblemError):
                 continue
-            if np.isfinite(evaluate(_without_limit(self.planning.problem), choice)):
-                self._add(name, choice, self._as_solution(name, choice))
+            if np.isfinite(evaluate(without_limit(self.planning.problem), choice)):
+                self.add(name, choice, self.as_solution(name, choice))
         free = self._solve(None)
         if free is None or free.peak_bytes <= self.limit:
             return
@@ -269,12 +302,12 @@ class _Planner:
         allowance = float(self.limit)
         for _ in range(JOINT_ROUNDS if joint is not None else 0):
             assert joint is not None
-            solution = self._solution(_with_limit(joint.problem, allowance), None, JOINT_GAP)
+            solution = self._solution(with_limit(joint.problem, allowance), None, JOINT_GAP)
             if solution is None:
                 return False
             choice = joint.choice(solution.choice)
             name = self.options.search_name
-            fits, thriftiest = self._fitted(self._add(name, choice, self._as_solution(name, choice)))
+            fits, thriftiest = self._fitted(self.add(name, choice, self.as_solution(name, choice)))
             if fits:
                 return True
             allowance -= 1.05 * (thriftiest - self.limit)
@@ -292,13 +325,13 @@ class _Planner:
             if allowance <= 0:
                 return
 
-    def _solve(self, allowance: float | None) -> _Candidate | None:
-        problem = _with_limit(self.planning.problem, allowance)
+    def _solve(self, allowance: float | None) -> Candidate | None:
+        problem = with_limit(self.planning.problem, allowance)
         starts = sorted((evaluate(problem, item.choice), item.choice) for item in self.candidates)
         solution = self._solution(problem, starts[0][1] if starts and np.isfinite(starts[0][0]) else None)
         if solution is None:
             return None
-        return self._add(self.options.search_name, solution.choice, solution)
+        return self.add(self.options.search_name, solution.choice, solution)
 
     def _solution(self, problem: Problem, start: Sequence[int] | None, gap: float = 0.0) -> Solution | None:
         try:
@@ -314,9 +347,9 @@ class _Planner:
             return None
         return solution if np.isfinite(solution.cost) else None
 
-    def _best(self) -> _Candidate:
+    def _best(self) -> Candidate:
         """The fastest that fits, by the simulator, of the candidates that are foreseen to come close to the best."""
-        fitting: dict[tuple[tuple[int, ...], Residency], _Candidate] = {}  # each program is emitted once
+        fitting: dict[tuple[tuple[int, ...], Residency], Candidate] = {}  # each program is emitted once
         close_s = float("inf")
         for candidate in sorted(self.candidates, key=lambda item: item.foreseen_s):
             if candidate.foreseen_s > close_s:
@@ -335,46 +368,52 @@ class _Planner:
             return thrifty
         raise does_not_fit(thrifty.measured.memory, self.limit, self.mesh.size)
 
-    def _planned(self, best: _Candidate) -> Planned:
-        others = {item.name: item.best_known_s for item in self.candidates}
+    def planned(self, best: Candidate) -> Planned:
+        """The plan of a candidate, emitted and measured."""
+        plan = self.foreseen(best, best.step_s, best.peak_bytes).repriced(
+            recompute_s=self._fit(best).recompute_s(best.residency),
+            memory=best.measured.memory,
+            step_ops=best.step_ops,
+            recomputation=self._fit(best).problem(best.fitted),
+            details=best.measured.details(self.prices, self.limit),
+        )
+        assignment = self.planning.assignment(best.choice, best.residency)
+        return Planned(plan, best.choice, assignment, self.planning, best.solution, self.rules, self, best)
+
+    def foreseen(self, best: Candidate, step_s: float, peak_bytes: int, *notes: str) -> Plan:
+        """The plan of a candidate that is not emitted, with the time and memory that are given."""
         searched = [item.solution.bound for item in self.candidates if item.name == self.options.search_name]
-        plan = Plan(
+        is_bounded = bool(searched) and not best.residency.gathered_once
+        return Plan(
             mesh_shape=self.mesh.shape,
             axis_names=self.mesh.axis_names,
             hardware=self.mesh.profile.name,
             search=best.name,
             model_hash=program_hash(self.program),
             entries=plan_entries(self.planning, best.choice, self.prices, best.residency),
-            step_s=best.step_s,
+            step_s=step_s,
             residency_s=best.residency_s,
-            recompute_s=self._fit(best).recompute_s(best.residency),
-            peak_bytes=best.peak_bytes,
-            memory=best.measured.memory,
+            peak_bytes=peak_bytes,
             memory_limit_bytes=self.limit,
             optimizer=self.options.optimizer.name,
             cost=best.solution.cost,
-            bound=max(0.0, min([best.solution.cost, *searched[:1]]))
-            if searched and not best.residency.gathered_once
-            else 0.0,
+            bound=max(0.0, min([best.solution.cost, *searched[:1]])) if is_bounded else 0.0,
+            notes=notes,
             without_rule=ops_without_rule(self.planning, self.rules),
-            alternatives=others,
+            alternatives={item.name: item.best_known_s for item in self.candidates},
             problem=self.planning.problem,
-            step_ops=best.step_ops,
-            recomputation=self._fit(best).problem(best.fitted),
         )
-        assignment = self.planning.assignment(best.choice, best.residency)
-        return Planned(plan, best.choice, assignment, self.planning, best.solution, self.rules)
 
 
-def _with_limit(problem: Problem, limit: float | None) -> Problem:
+def with_limit(problem: Problem, limit: float | None) -> Problem:
     return Problem(
         problem.costs, problem.usages, problem.intervals, problem.edges, problem.edge_costs, limit, problem.groups,
         problem.name,
     )  # fmt: skip
 
 
-def _without_limit(problem: Problem) -> Problem:
-    return _with_limit(problem, None)
+def without_limit(problem: Problem) -> Problem:
+    return with_limit(problem, None)
 
 
 def price_choice(
@@ -388,8 +427,8 @@ def price_choice(
 
     `pick`: a choice, and what becomes of its values.
     """
-    planner = _Planner(program, mesh, replace(options, parameter_layouts=None))
+    planner = Planner(program, mesh, replace(options, parameter_layouts=None))
     picked, residency = pick(planner.planning)
-    best = planner._add(name, tuple(picked), planner._checked(name, tuple(picked)))
+    best = planner.add(name, tuple(picked), planner._checked(name, tuple(picked)))
     best = planner._refitted(best, planner._fit(best).measured(residency))
-    return planner._planned(best)
+    return planner.planned(best)

@@ -11,11 +11,13 @@ import numpy.typing as npt
 from autopar.cost_models.simulator import StepOps
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram, emit_ranks
-from autopar.plan import MoveCost, OpWithoutRule, PlanEntry
+from autopar.plan import OpWithoutRule, PlanEntry
+from autopar.plan_details import MoveCost, PlanDetails
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision, Optimizer
 from autopar.planner.emitted_ops import emitted_ops
-from autopar.planner.liveness import predicted_timeline
+from autopar.planner.liveness import Timeline, predicted_timeline
+from autopar.planner.memory_details import memory_details
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.node_prices import origin_geometry, virtual_geometry
 from autopar.planner.prices import Prices
@@ -144,7 +146,10 @@ class _Moves:
         if source == target:
             return []
         steps = reshard_steps(spec, source, target, self.planning.mesh_shape, self.prices.collective)
-        return [MoveCost(step.collective or "slice", step.axis, int(step.bytes), step.seconds) for step in steps]
+        return [
+            MoveCost(step.collective or "slice", step.axis, int(step.bytes), step.seconds, step.copied_bytes)
+            for step in steps
+        ]
 
 
 def telling_ranks(assignment: Assignment) -> tuple[RankGeometry, RankGeometry]:
@@ -173,10 +178,19 @@ class Measured:
     totals: npt.NDArray[np.float64]
     before: npt.NDArray[np.float64]
     local: LocalProgram
+    timeline: Timeline  # without the optimizer's state
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.memory.values())
+
+    def details(self, prices: Prices, limit: int) -> PlanDetails:
+        """What people read of it."""
+        device = int(prices.mesh.profile.memory_bytes(0))
+        timeline = memory_details(self.timeline, self.memory.get("optimizer_state", 0), limit, device)
+        phases = {"forward": self.local.forward, "backward": self.local.backward}
+        code = {name: str(gm.code) for name, gm in phases.items() if gm is not None}
+        return PlanDetails(timeline, code)
 
     def step_ops(self, prices: Prices, optimizer: Optimizer) -> StepOps:
         """The step of every rank, for the simulator."""
@@ -201,7 +215,9 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     if state:
         memory["optimizer_state"] = state
     totals = np.array(timeline.totals, dtype=np.float64) + state
-    return Measured(memory, _moments(planning, fullest), totals, totals - np.array(timeline.born), programs[-1])
+    return Measured(
+        memory, _moments(planning, fullest), totals, totals - np.array(timeline.born), programs[-1], timeline
+    )
 
 
 def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:

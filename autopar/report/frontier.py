@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from autopar.plots import new_figure
 from autopar.report.text import bytes_text, seconds_text
@@ -25,9 +26,13 @@ def frontier_table(points: Points) -> str:
 def save_frontier(points: Points, path: str | os.PathLike[str]) -> None:
     """The same as a picture, PNG or SVG by the name of the file; needs matplotlib."""
     figure = new_figure(6.4, 4)
-    axes = figure.add_subplot()
+    draw_frontier(figure.add_subplot(), points)
+    figure.savefig(os.fspath(path), dpi=120)
+
+
+def draw_frontier(axes: Any, points: Points) -> None:
+    """Onto the axes of a figure."""
     axes.plot([bytes_ / 1e9 for bytes_, _ in points], [1e3 * seconds for _, seconds in points], marker="o")
     axes.set(xlabel="GB at the peak of one rank", ylabel="ms of one step", title="memory and time")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    figure.savefig(os.fspath(path), dpi=120)

@@ -15,7 +15,8 @@ from autopar.folding import fold_keys
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
-    from autopar.plan import MoveCost, OpWithoutRule, Plan, PlanEntry
+    from autopar.plan import OpWithoutRule, Plan, PlanEntry
+    from autopar.plan_details import MoveCost
 
 WIDTH = 118
 RULES_SHOWN = 3
@@ -54,9 +55,11 @@ def _headline(plan: Plan) -> str:
     mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
     known = f", at most {plan.gap:.1%} above the best possible" if plan.bound > 0 else ""
     again = f", recomputation {seconds_text(plan.recompute_s)}" if plan.recompute_s else ""
+    head = f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh}, hardware {plan.hardware}\n"
+    if not plan.step_s:
+        return f"{head}not priced: give it to make_plan with plan=, which prices it for a model"
     return (
-        f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh}, hardware {plan.hardware}\n"
-        f"predicted step {seconds_text(plan.step_s)} "
+        f"{head}predicted step {seconds_text(plan.step_s)} "
         f"(communication {seconds_text(plan.communication_s)}{again}){known}; "
         f"peak memory {bytes_text(plan.peak_bytes)} per rank"
         + (f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else "")
@@ -74,7 +77,7 @@ def _module_table(plan: Plan) -> Table:
             "\n".join(f"{_own_name(entry)} {format_layout(entry.outputs[0])}" for entry in _parameters(entries)),
             _output_layout(entries),
             _collectives(move for entry in entries for move in entry.moves),
-            seconds_text(copies * sum(map(_total_seconds, entries))),
+            seconds_text(copies * sum(entry.total_s for entry in entries)),
             bytes_text(sum(entry.bytes for entry in _parameters(entries))),
         )
     return table
@@ -82,10 +85,6 @@ def _module_table(plan: Plan) -> Table:
 
 def _parameters(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     return [entry for entry in entries if entry.kind == "parameter"]
-
-
-def _total_seconds(entry: PlanEntry) -> float:
-    return entry.seconds + sum(move.seconds for move in entry.moves)
 
 
 def _modules(plan: Plan) -> list[tuple[str, list[PlanEntry], int]]:
@@ -128,6 +127,8 @@ def _collectives(moves: Iterable[MoveCost]) -> str:
 
 
 def _memory_line(plan: Plan) -> str:
+    if not plan.memory:
+        return "memory by kind: not measured"
     kinds = sorted(plan.memory.items(), key=lambda item: -item[1])
     note = "" if plan.optimizer != "none" else "; no optimizer= was named, so its state is not counted"
     return "memory at the peak: " + ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in kinds if bytes_) + note
@@ -139,7 +140,7 @@ def _costliest(plan: Plan) -> str:
     totals = []
     for text, members in fold_keys({entry.key: entry.signature() for entry in plan.entries}).items():
         entries = [by_key[key] for key in members]
-        total = sum(map(_total_seconds, entries))
+        total = sum(entry.total_s for entry in entries)
         totals.append((total, text, entries))
     totals.sort(key=lambda item: -item[0])
     lines = ["costliest decisions:"]
@@ -183,52 +184,3 @@ def _replicated(item: OpWithoutRule) -> str:
     """`mylib.op.default (1 use, model.py:12 in forward: ...; it is random)`."""
     where = f", {item.where}" if item.where else ""
     return f"{_uses(item)}{where}{'; ' + item.why if item.why else ''})"
-
-
-def explain_entries(plan: Plan, pattern: str) -> str:
-    """One paragraph per folded entry that matches."""
-    matched = plan.matching(pattern)
-    if not matched:
-        return f"nothing in the plan matches {pattern!r}"
-    by_key = {entry.key: entry for entry in matched}
-    lines = []
-    for text, members in fold_keys({entry.key: entry.signature() for entry in matched}).items():
-        entry = by_key[members[0]]
-        reads = " ".join(map(format_layout, entry.inputs))
-        writes = " ".join(map(format_layout, entry.outputs))
-        lines.append(
-            f"{text}: " + (f"reads {reads}, gives {writes}" if entry.kind == "op" else f"is laid out {writes}")
-        )
-        lines.append(f"  {seconds_text(entry.seconds)} each, {bytes_text(entry.bytes)} on the largest rank")
-        lines.extend(
-            f"  before it: {move.collective} over axis {plan.axis_names[move.axis]}, "
-            f"{bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
-            for move in entry.moves
-        )
-        if entry.residency == "recompute":
-            lines.append("  its value is recomputed in the backward")
-        elif entry.residency == "keep":
-            lines.append(f"  its {'gathered copy' if entry.kind == 'parameter' else 'value'} is kept for the backward")
-        if entry.where:
-            lines.append(f"  from {entry.where}")
-    return "\n".join(lines)
-
-
-def diff_plans(left: Plan, right: Plan) -> str:
-    """Totals of both, then the folded entries that differ."""
-    lines = [
-        f"step {seconds_text(left.step_s)} -> {seconds_text(right.step_s)}, "
-        f"peak {bytes_text(left.peak_bytes)} -> {bytes_text(right.peak_bytes)}"
-    ]
-    ours, theirs = ({entry.key: entry for entry in plan.entries} for plan in (left, right))
-    changed = {
-        key: (*ours[key].signature(), "=>", *theirs[key].signature())
-        for key in ours
-        if key in theirs and ours[key].signature() != theirs[key].signature()
-    }
-    for text, members in fold_keys(changed).items():
-        sides = [" ".join(plan[members[0]].signature()[1:]) for plan in (ours, theirs)]
-        lines.append(f"  {text}: {sides[0]}  =>  {sides[1]}")
-    only = sorted((ours.keys() | theirs.keys()) - (ours.keys() & theirs.keys()))
-    lines.extend(f"  {key}: only in one of the plans" for key in only)
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  the decisions are the same"])

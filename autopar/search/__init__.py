@@ -9,6 +9,7 @@ from autopar.search.frontier import memory_frontier, peak_usage, undominated
 from autopar.search.problem import FORBIDDEN, Problem, make_problem
 from autopar.search.registry import register, solve, strategy_names
 from autopar.search.solution import Solution
+from autopar.search.warm import solve_again
 
 __all__ = [
     "FORBIDDEN",
@@ -22,6 +23,7 @@ __all__ = [
     "place_experts",
     "register",
     "solve",
+    "solve_again",
     "strategy_names",
     "undominated",
     "violations",

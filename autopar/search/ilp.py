@@ -14,7 +14,7 @@ from autopar.search.build import Built, build_network, tight_interval
 from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
 from autopar.search.neighbourhood import Neighbourhoods
 from autopar.search.network import Array, Network
-from autopar.search.presolve import Deadend, Overfull, presolve
+from autopar.search.presolve import DOMINANCE_CELLS, Deadend, Overfull, presolve
 from autopar.search.problem import Problem
 from autopar.search.relaxation import Relaxation, as_positions
 from autopar.search.solution import Solution
@@ -37,9 +37,11 @@ def solve_by_ilp(
     start: Sequence[int] | None = None,
     gap: float = 0.0,
     observer: Observer | None = None,
+    dominance_cells: int = DOMINANCE_CELLS,
 ) -> Solution:
     """Reduce, then solve exactly; after the time limit, the best feasible choice seen and the bound proven by then.
 
+    `dominance_cells`: as in `presolve`, of the first reductions; a good `start` makes dominance tests superfluous.
     Raises `InfeasibleProblemError` where no choice is feasible. Ctrl-C ends the search, not the answer.
     """
     run = Anytime(problem, "ilp", time_limit_s, observer)
@@ -48,7 +50,7 @@ def solve_by_ilp(
     built = build_network(problem)
     search: _IlpSearch | None = None
     try:
-        presolve(built.network, deadline=run.deadline)
+        presolve(built.network, deadline=run.deadline, dominance_cells=dominance_cells)
         search = _IlpSearch(run, built, seed, gap)
         search.run_all()
     except Deadend:

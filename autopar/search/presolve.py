@@ -16,6 +16,8 @@ import numpy as np
 from autopar.search.capacity import crowded_times, oversized
 from autopar.search.network import Array, Network, Step
 
+DOMINANCE_CELLS = 3_200_000
+
 
 class Deadend(Exception):
     """No choice avoids every forbidden pair."""
@@ -30,7 +32,7 @@ class Overfull(Exception):
 
 
 def presolve(
-    network: Network, *, deadline: float = np.inf, growth: float = 1.5, dominance_cells: int = 3_200_000
+    network: Network, *, deadline: float = np.inf, growth: float = 1.5, dominance_cells: int = DOMINANCE_CELLS
 ) -> None:
     """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend` and `Overfull`.
 

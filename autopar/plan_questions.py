@@ -1,0 +1,91 @@
+"""What a plan can be asked that needs the model: what else could have been, and at what price."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+    from autopar.plan_entries import PlanEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A layout that a decision could have, everything else chosen anew for it.
+
+    `cost`: the search's objective, seconds, proven; `more_s`: above the best there is. The rest is of the step with it
+    against the step with the layout that the plan has: seconds of ops, of moves, bytes at the peak as the search
+    foresees it, and other decisions (repeated layers counted once) that change.
+    """
+
+    layout: str
+    cost: float
+    more_s: float
+    is_chosen: bool = False
+    ops_s: float = 0.0
+    moves_s: float = 0.0
+    peak_bytes: int = 0
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RuledOut:
+    """A layout that a decision cannot have, and why."""
+
+    layout: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One decision, or the same decision of repeated layers."""
+
+    name: str
+    entry: PlanEntry
+    members: int = 1
+    formulas: tuple[str, ...] = ()  # with their numbers; they add up to the entry's seconds
+    move_formulas: tuple[str, ...] = ()
+    memory_formulas: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()  # the cheapest first
+    ruled_out: tuple[RuledOut, ...] = ()
+    unsolved: tuple[str, ...] = ()  # allowed layouts that were not solved for
+    answers: tuple[str, ...] = ()  # why it is as it is, in plain words
+    missing: str = ""  # what would be needed to say more
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists."""
+        fields = ("name", "members", "formulas", "move_formulas", "memory_formulas", "unsolved", "answers", "missing")
+        plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
+        plain["decision"] = {"kind": self.entry.kind, "layouts": self.entry.words, "residency": self.entry.residency}
+        plain["costs"] = self.entry.costs.to_json()
+        plain["alternatives"] = [asdict(item) for item in self.alternatives]
+        plain["ruled_out"] = [asdict(item) for item in self.ruled_out]
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to plan again with; None: as before."""
+
+    pin: Any = ()
+    memory_limit_bytes: int | None = None
+    hardware: Any = None
+    mesh: Any = None
+    batch: int | None = None
+
+
+class Planning(Protocol):
+    """Where a plan comes from, kept beside it to answer questions."""
+
+    def explanations(self, plan: Plan, pattern: str, names: dict[str, list[str]]) -> tuple[Explanation, ...]:
+        """Of folded names and the keys that they stand for, and of what matches but leaves nothing to decide."""
+        ...
+
+    def what_if(self, plan: Plan, change: Change) -> Plan:
+        """The plan under a change."""
+        ...
+
+    def emitted(self, plan: Plan) -> Plan:
+        """A plan that was only foreseen, emitted and measured."""
+        ...

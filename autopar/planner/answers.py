@@ -1,0 +1,94 @@
+"""Why a decision is as it is, in plain words: what sharding would cost, what binds, why a value is recomputed."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+
+from autopar.plan import Plan
+from autopar.plan_questions import Alternative, Explanation
+from autopar.planner.decisions import Decision
+from autopar.planner.make import Planner
+from autopar.report.text import bytes_text, seconds_text
+
+TIGHT = 0.9  # of the limit: memory binds from here on
+
+
+def answers(plan: Plan, found: Explanation, decision: Decision, planner: Planner) -> tuple[str, ...]:
+    """The questions that people ask of such a decision, answered."""
+    said = [_pins(decision, planner), _against(plan, found), *_recomputed(plan, found), _memory(plan)]
+    return tuple(text for text in said if text)
+
+
+def _pins(decision: Decision, planner: Planner) -> str:
+    pins = [
+        item for item in planner.options.constraints
+        if fnmatch.fnmatchcase(decision.key, item.pattern) or fnmatch.fnmatchcase(decision.name, item.pattern)
+    ]  # fmt: skip
+    return "pinned by you: " + ", ".join(f"{item.pattern} = {item.layout}" for item in pins) if pins else ""
+
+
+def _is_sharded(layout: str) -> bool:
+    return "S" in layout
+
+
+def _against(plan: Plan, found: Explanation) -> str:
+    """Why not sharded, or why sharded: against the cheapest of the other sort."""
+    chosen = next((item for item in found.alternatives if item.is_chosen), None)
+    if chosen is None:
+        return ""
+    sharded = _is_sharded(chosen.layout)
+    others = [item for item in found.alternatives if _is_sharded(item.layout) != sharded]
+    question = "why sharded" if sharded else "why not sharded"
+    if not others:
+        if sharded:
+            return f"{question}: there is no other way that its rules and its readers' allow"
+        reasons = "; ".join(dict.fromkeys(item.why for item in found.ruled_out)) or "its rules allow no shards"
+        return f"{question}: {reasons}"
+    other = others[0]
+    if other.cost <= chosen.cost:
+        return (
+            f"{question}: {other.layout} costs the same or less by the search's prices; the plan was chosen by its "
+            "simulated step, or for its memory"
+        )
+    return f"{question}: at its best, {other.layout} {_difference(other, chosen)}"
+
+
+def _difference(other: Alternative, chosen: Alternative) -> str:
+    more_s = other.cost - chosen.cost
+    parts = [f"{name} {_signed(seconds_text, value)}" for name, value in
+             (("ops", other.ops_s), ("moves", other.moves_s)) if abs(value) > 0.005 * more_s]  # fmt: skip
+    memory = f"; memory {_signed(bytes_text, other.peak_bytes)}" if other.peak_bytes else ""
+    return f"takes {seconds_text(more_s)} more a step ({', '.join(parts)}{memory}), the rest chosen anew for it"
+
+
+def _signed(text: Callable[[float], str], value: float) -> str:
+    return ("-" if value < 0 else "+") + text(abs(value))
+
+
+def _recomputed(plan: Plan, found: Explanation) -> list[str]:
+    if found.entry.residency != "recompute" or found.entry.kind != "op":
+        return []
+    held = found.members * found.entry.bytes
+    return [
+        f"why recomputed: kept, it would hold {bytes_text(held)} from the forward to the backward, and the limit of "
+        f"{bytes_text(plan.memory_limit_bytes or 0)} is spent up to {bytes_text(plan.peak_bytes)}; computing it again "
+        f"takes {seconds_text(found.members * found.entry.seconds)}; "
+        f'plan.what_if(pin={{"{found.entry.key}": "keep"}}) tells what keeping it would cost'
+    ]
+
+
+def _memory(plan: Plan) -> str:
+    """Whether memory binds, and when."""
+    limit, timeline = plan.memory_limit_bytes, plan.details.timeline if plan.details else None
+    if not limit:
+        return ""
+    share = f"{bytes_text(plan.peak_bytes)} of {bytes_text(limit)}"
+    if plan.peak_bytes < TIGHT * limit and not plan.recompute_s:
+        return f"memory does not bind: the peak is {share}"
+    at = ""
+    if timeline is not None:
+        phase = "backward" if timeline.peak_index >= timeline.backward_start else "forward"
+        line = f", {timeline.peak_where}" if timeline.peak_where else ""
+        at = f" in the {phase}, while {timeline.peak_op} runs (op {timeline.peak_index} of {timeline.ops}{line})"
+    return f"memory binds: the peak is {share}{at}"

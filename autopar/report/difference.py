@@ -1,0 +1,101 @@
+"""What two plans decide differently, folded over repeated layers, and its cost: time, bytes, collectives, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from autopar.folding import fold_keys
+from autopar.report.pictures import communication_of
+from autopar.report.text import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan, PlanEntry
+
+NOISE_S = 1e-9
+
+
+def diff_plans(left: Plan, right: Plan) -> str:
+    """Totals of both, collectives and memory where they differ, then the folded entries that differ."""
+    lines = [*_totals(left, right), *_collectives(left, right), *_memory(left, right)]
+    ours, theirs = ({entry.key: entry for entry in plan.entries} for plan in (left, right))
+    shared = [key for key in ours if key in theirs]
+    changed = {
+        key: (ours[key].signature(), theirs[key].signature(), ours[key].costs.prices, theirs[key].costs.prices)
+        for key in shared
+        if ours[key].signature() != theirs[key].signature()
+    }
+    decisions = [
+        _decision(text, [(ours[key], theirs[key]) for key in keys]) for text, keys in fold_keys(changed).items()
+    ]
+    only = {key: key in ours for key in sorted(ours.keys() ^ theirs.keys())}
+    decisions += [
+        f"  {text}: only in the {'first' if only[keys[0]] else 'second'}" for text, keys in fold_keys(only).items()
+    ]
+    return "\n".join([*lines, *(decisions or ["  the decisions are the same"])])
+
+
+def _totals(left: Plan, right: Plan) -> Iterator[str]:
+    yield (
+        f"step {seconds_text(left.step_s)} -> {seconds_text(right.step_s)}{_percent(left.step_s, right.step_s)}, "
+        f"peak {bytes_text(left.peak_bytes)} -> {bytes_text(right.peak_bytes)}"
+        f"{_percent(left.peak_bytes, right.peak_bytes)}"
+    )
+    ops = [sum(entry.seconds for entry in plan.entries) for plan in (left, right)]
+    yield (
+        f"  ops {seconds_text(ops[0])} -> {seconds_text(ops[1])}, communication (hidden or not) "
+        f"{seconds_text(left.communication_s)} -> {seconds_text(right.communication_s)}, recomputation "
+        f"{seconds_text(left.recompute_s)} -> {seconds_text(right.recompute_s)}"
+    )
+    for name, ours, theirs in (
+        ("mesh", left.mesh_shape, right.mesh_shape), ("hardware", left.hardware, right.hardware),
+        ("model or shapes", left.model_hash, right.model_hash), ("optimizer", left.optimizer, right.optimizer),
+        ("memory limit", left.memory_limit_bytes, right.memory_limit_bytes),
+    ):  # fmt: skip
+        if ours != theirs:
+            yield f"  {name}: {ours} -> {theirs}"
+
+
+def _percent(before: float, after: float) -> str:
+    return f" ({after / before - 1:+.1%})" if before and after != before else ""
+
+
+def _collectives(left: Plan, right: Plan) -> Iterator[str]:
+    ours, theirs = communication_of(left), communication_of(right)
+    for collective, axis in dict.fromkeys((*ours, *theirs)):
+        before, after = (plan.get((collective, axis), (0, 0, 0.0)) for plan in (ours, theirs))
+        if before != after:
+            sides = [
+                f"{number} of {bytes_text(bytes_)} in {seconds_text(seconds)}"
+                for number, bytes_, seconds in (before, after)
+            ]
+            yield f"  {collective} over {axis}: {sides[0]} -> {sides[1]}"
+
+
+def _memory(left: Plan, right: Plan) -> Iterator[str]:
+    if not (left.memory and right.memory):
+        return
+    changed = [
+        f"{kind.replace('_', ' ')} {bytes_text(left.memory.get(kind, 0))} -> {bytes_text(right.memory.get(kind, 0))}"
+        for kind in dict.fromkeys((*left.memory, *right.memory))
+        if left.memory.get(kind, 0) != right.memory.get(kind, 0)
+    ]
+    if changed:
+        yield f"  at the peak: {', '.join(changed)}"
+
+
+def _decision(text: str, pairs: list[tuple[PlanEntry, PlanEntry]]) -> str:
+    ours, theirs = pairs[0]
+    sides = [" ".join(entry.signature()[1:]) for entry in (ours, theirs)]
+    seconds = sum(new.total_s - old.total_s for old, new in pairs)
+    bytes_ = sum(new.bytes - old.bytes for old, new in pairs)
+    parts = [
+        f"{_signed(seconds_text, seconds)}" if abs(seconds) >= NOISE_S else "",
+        _signed(bytes_text, bytes_) if bytes_ else "",
+    ]
+    costs = ", ".join(part for part in parts if part)
+    return f"  {text}: {sides[0]}  =>  {sides[1]}" + (f"  ({costs})" if costs else "")
+
+
+def _signed(text: Callable[[float], str], value: float) -> str:
+    return ("-" if value < 0 else "+") + text(abs(value))

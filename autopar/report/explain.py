@@ -1,0 +1,79 @@
+"""One decision after the other in plain words: what was chosen, why, what else there was, and the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autopar.report.text import bytes_text, seconds_text
+from autopar.sharding.layout import format_layout
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+    from autopar.plan_questions import Alternative, Explanation
+
+RULED_OUT_SHOWN = 6
+NOISE_S = 1e-9
+
+
+def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...]) -> str:
+    """One paragraph per folded entry that matches."""
+    if not found:
+        return f"nothing in the plan matches {pattern!r}"
+    return "\n".join(line for item in found for line in _paragraph(plan, item))
+
+
+def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
+    entry = item.entry
+    reads, writes = (" ".join(map(format_layout, layouts)) for layouts in (entry.inputs, entry.outputs))
+    yield f"{item.name}: " + (f"reads {reads}, gives {writes}" if entry.kind == "op" else f"is laid out {writes}")
+    yield f"  {seconds_text(entry.seconds)} each, {bytes_text(entry.bytes)} on the largest rank"
+    for move in entry.moves:
+        yield (
+            f"  {'its gradient' if entry.kind == 'parameter' else 'before it'}: {move.collective} over axis "
+            f"{plan.axis_names[move.axis]}, {bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
+        )
+    if entry.residency == "recompute":
+        yield "  its value is recomputed in the backward"
+    elif entry.residency == "keep":
+        yield f"  its {'gathered copy' if entry.kind == 'parameter' else 'value'} is kept for the backward"
+    if entry.where:
+        yield f"  from {entry.where}"
+    yield from (f"  {answer}" for answer in item.answers)
+    if item.alternatives:
+        yield "  what else there was, everything else chosen anew for it, memory aside:"
+        yield from (f"    {_alternative(choice)}" for choice in item.alternatives)
+    if item.unsolved:
+        yield f"    allowed too, not solved for: {' '.join(item.unsolved)}"
+    yield from _ruled_out(item)
+    yield from _formulas(item)
+    if item.missing:
+        yield f"  not told: {item.missing}"
+
+
+def _alternative(item: Alternative) -> str:
+    if item.is_chosen:
+        return f"{item.layout:<12} {seconds_text(item.cost):>9}  chosen"
+    signed = [f"{name} {'-' if value < 0 else '+'}{seconds_text(abs(value))}" for name, value in
+              (("ops", item.ops_s), ("moves", item.moves_s)) if abs(value) >= NOISE_S]  # fmt: skip
+    if item.peak_bytes:
+        signed.append(f"memory {'-' if item.peak_bytes < 0 else '+'}{bytes_text(abs(item.peak_bytes))}")
+    others = f"{item.changes} other decision{'s' if item.changes != 1 else ''} would change"
+    return f"{item.layout:<12} {seconds_text(item.cost):>9}  {', '.join([*signed, others])}"
+
+
+def _ruled_out(item: Explanation) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = {}
+    for ruled in item.ruled_out:
+        by_reason.setdefault(ruled.why, []).append(ruled.layout)
+    for why, layouts in list(by_reason.items())[:RULED_OUT_SHOWN]:
+        yield f"  ruled out: {' '.join(layouts[:RULED_OUT_SHOWN])}{' ...' if layouts[RULED_OUT_SHOWN:] else ''}: {why}"
+
+
+def _formulas(item: Explanation) -> Iterator[str]:
+    for title, texts in (
+        ("seconds", item.formulas), ("moves", item.move_formulas), ("memory", item.memory_formulas),
+    ):  # fmt: skip
+        if texts:
+            yield f"  {title}:"
+            yield from (f"    {line}" for text in dict.fromkeys(texts) for line in text.splitlines())

@@ -1,0 +1,106 @@
+"""Pictures of a plan: memory over time by kind, the frontier, communication by collective and axis."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import PlanError
+from autopar.plots import new_figure
+from autopar.report.frontier import draw_frontier
+from autopar.report.text import bytes_text
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+    from autopar.plan_details import MemoryTimeline
+
+KIND_COLORS = {
+    "parameter": "#4477aa", "optimizer_state": "#66ccee", "gradient": "#228833", "saved": "#ccbb44",
+    "activation": "#ee6677", "gathered": "#aa3377", "collective": "#ee8866", "input": "#8899aa", "output": "#99aabb",
+    "buffer": "#77aadd",
+}  # fmt: skip
+"""Paul Tol's bright and light schemes, which people of every colour vision tell apart; the longest living lowest."""
+NARROW, TALL = 5.2, 3.3  # inches: on a phone as it is, on a desk twice beside each other
+
+
+def plot_plan(plan: Plan, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw one kind of picture; written to `path`, or returned as a figure."""
+    if kind not in PICTURES:
+        raise PlanError(f"there is no picture of {kind!r}", fix=f"ask for one of {', '.join(PICTURES)}")
+    figure = PICTURES[kind](plan)
+    if path is None:
+        return figure
+    figure.savefig(os.fspath(path), dpi=150)
+    return None
+
+
+def timeline_of(plan: Plan) -> MemoryTimeline:
+    """The plan's memory over time. Raises PlanError where it is not known."""
+    if plan.details is None or plan.details.timeline is None:
+        raise PlanError(
+            "the memory of this plan over time is not known: it was edited, foreseen, or saved by an older version",
+            fix="plan.emitted(), or give it to make_plan with plan=",
+        )
+    return plan.details.timeline
+
+
+def _memory(plan: Plan) -> Any:
+    timeline = timeline_of(plan)
+    figure = new_figure(NARROW, TALL + 0.4)
+    axes = figure.add_subplot()
+    kinds = [kind for kind in KIND_COLORS if kind in timeline.bytes_by_kind]
+    series = [[bytes_ / 1e9 for bytes_ in timeline.bytes_by_kind[kind]] for kind in kinds]
+    colors, labels = [KIND_COLORS[kind] for kind in kinds], [kind.replace("_", " ") for kind in kinds]
+    axes.stackplot(timeline.index, *series, colors=colors, labels=labels, step="post", linewidth=0)
+    axes.axvline(timeline.backward_start, color="black", linewidth=0.8, linestyle=":")
+    top = max(timeline.totals) / 1e9
+    axes.annotate(
+        "backward", (timeline.backward_start, top * 1.1), fontsize=8, xytext=(3, 0), textcoords="offset points"
+    )
+    axes.plot([timeline.peak_index], [top], marker="v", color="black", markersize=5)
+    if 0 < timeline.limit_bytes < 2.5e9 * top:
+        axes.axhline(timeline.limit_bytes / 1e9, color="black", linewidth=1, linestyle="--", label="limit")
+        if timeline.margin_bytes:
+            ends = (timeline.limit_bytes / 1e9, (timeline.limit_bytes + timeline.margin_bytes) / 1e9)
+            axes.axhspan(*ends, color="#bbbbbb", alpha=0.4, label="margin")
+    axes.set(xlabel="op of the emitted program", ylabel="GB on the fullest rank", title="memory over one step")
+    axes.set_xlim(0, max(1, timeline.ops - 1))
+    axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.2 * top))
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def communication_of(plan: Plan) -> dict[tuple[str, str], tuple[int, int, float]]:
+    """By (collective, axis name): how many, bytes, seconds."""
+    totals: dict[tuple[str, str], tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
+    for entry in plan.entries:
+        for move in entry.moves:
+            key = move.collective, plan.axis_names[move.axis]
+            number, bytes_, seconds = totals[key]
+            totals[key] = number + 1, bytes_ + move.bytes, seconds + move.seconds
+    return dict(sorted(totals.items(), key=lambda item: -item[1][2]))
+
+
+def _communication(plan: Plan) -> Any:
+    totals = {key: value for key, value in communication_of(plan).items() if value[2] > 0}
+    figure = new_figure(NARROW, max(1.6, 0.8 + 0.36 * len(totals)))
+    axes = figure.add_subplot()
+    labels = [f"{collective}, {axis}" for collective, axis in totals]
+    bars = axes.barh(labels, [1e3 * seconds for _, _, seconds in totals.values()], color="#4477aa")
+    axes.bar_label(
+        bars, [f"{number} x, {bytes_text(bytes_)}" for number, bytes_, _ in totals.values()], padding=3, fontsize=8
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.set(xlabel="ms in one step, hidden or not", title="communication by collective and mesh axis")
+    return figure
+
+
+def _frontier(plan: Plan) -> Any:
+    figure = new_figure(NARROW, TALL)
+    draw_frontier(figure.add_subplot(), plan.frontier)
+    return figure
+
+
+PICTURES = {"memory": _memory, "frontier": _frontier, "communication": _communication}
