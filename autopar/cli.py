@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from autopar import commands
+from autopar import commands, plan_commands
 from autopar.cost_models import commands as cost_model_commands
 from autopar.errors import AutoparError
 from autopar.schedules import commands as schedule_commands
@@ -34,6 +34,7 @@ OK, CHECK_FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists them
     commands.add_commands,
+    plan_commands.add_commands,
     search_commands.add_commands,
     expert_commands.add_commands,
     schedule_commands.add_commands,

@@ -1,9 +1,10 @@
-"""The planner's commands: plan, explain, diff, verify."""
+"""The planner's commands: plan and verify."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from autopar.api import make_plan, verify
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.model_source import load_model, parse_mesh_shape
-from autopar.plan import Plan
+from autopar.report.memory import memory_text
 
 MODEL_HELP = "package.module:factory; the factory returns (model, example_inputs)"
 
@@ -29,6 +30,8 @@ def add_commands(subparsers: Any) -> None:
     plan.add_argument("-o", "--output", help="write the plan as JSON")
     plan.add_argument("--export-problem", metavar="FILE", help="write the search problem in the contest's JSON")
     plan.add_argument("--trace", metavar="FILE", help="write the simulated step, for ui.perfetto.dev")
+    plan.add_argument("--memory", action="store_true", help="print memory over time, and the tensors at the peak")
+    plan.add_argument("--frontier", action="store_true", help="print what less memory costs; saved with -o")
     plan.set_defaults(run=run_plan)
     check = subparsers.add_parser(
         "verify",
@@ -39,20 +42,6 @@ def add_commands(subparsers: Any) -> None:
     check.add_argument("--plan", help="follow a saved plan instead of searching")
     check.add_argument("--tolerance", type=float, help="largest relative error allowed, for every tensor")
     check.set_defaults(run=run_verify)
-    explain = subparsers.add_parser(
-        "explain",
-        help="what a saved plan chose for a name",
-        epilog="example: autopar explain plan.json '*.mlp.*.weight'",
-    )
-    explain.add_argument("plan")
-    explain.add_argument("pattern", help="parameter, op or module; shell-style wildcards")
-    explain.set_defaults(run=run_explain)
-    diff = subparsers.add_parser(
-        "diff", help="what two saved plans decide differently", epilog="example: autopar diff a.json b.json"
-    )
-    diff.add_argument("left")
-    diff.add_argument("right")
-    diff.set_defaults(run=run_diff)
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
@@ -67,21 +56,26 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
-    pins = {}
-    for pin in chosen.pin:
-        name, separator, layout = pin.partition("=")
-        if not separator:
-            raise ConstraintError(f"--pin {pin!r} has no '='", fix="write NAME=LAYOUT, as '*.wte.weight=R,S0'")
-        pins[name] = layout
     return {
         "search": chosen.search,
         "memory_limit_bytes": None if chosen.memory_limit is None else int(chosen.memory_limit),
-        "optimizer": _optimizer(chosen.optimizer),
-        "constraints": pins,
+        "optimizer": optimizer_named(chosen.optimizer),
+        "constraints": pins_of(chosen.pin),
     }
 
 
-def _optimizer(name: str | None) -> Any:
+def pins_of(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=LAYOUT` of a shell, read."""
+    pins = {}
+    for pin in texts:
+        name, separator, layout = pin.rpartition("=")
+        if not separator:
+            raise ConstraintError(f"--pin {pin!r} has no '='", fix="write NAME=LAYOUT, as '*.wte.weight=R,S0'")
+        pins[name] = layout
+    return pins
+
+
+def optimizer_named(name: str | None) -> Any:
     found = getattr(torch.optim, name, None) if name else None
     if name and not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConstraintError(f"torch.optim has no optimizer {name!r}", fix="name a class of torch.optim, as AdamW")
@@ -94,6 +88,8 @@ def run_plan(chosen: argparse.Namespace) -> int:
         source = load_model(chosen.model)
     mesh = Mesh(chosen.mesh, hardware=chosen.hardware)
     plan = make_plan(source.model, mesh, example_inputs=source.require_inputs(), **_keywords(chosen))
+    if chosen.frontier:
+        _ = plan.frontier  # before it is saved
     if chosen.output:
         plan.save(chosen.output)
     if chosen.export_problem:
@@ -101,6 +97,10 @@ def run_plan(chosen: argparse.Namespace) -> int:
     if chosen.trace:
         plan.simulate().save_trace(chosen.trace)
     print(json.dumps(plan.to_json()) if chosen.json else plan)
+    if chosen.memory and not chosen.json:
+        print(memory_text(plan))
+    if chosen.frontier and not chosen.json:
+        print(plan.frontier_table())
     return 0
 
 
@@ -124,18 +124,3 @@ def run_verify(chosen: argparse.Namespace) -> int:
     else:
         print(report if report.ok else f"{report}\n{report.table}")
     return 0 if report.ok else 1
-
-
-def run_explain(chosen: argparse.Namespace) -> int:
-    """Print what a plan decided for a name; exit code 1 if nothing matches."""
-    plan = Plan.load(chosen.plan)
-    text = plan.explain(chosen.pattern)
-    print(json.dumps({"text": text}) if chosen.json else text)
-    return 0 if plan.matching(chosen.pattern) else 1
-
-
-def run_diff(chosen: argparse.Namespace) -> int:
-    """Print the difference of two plans."""
-    text = Plan.load(chosen.left).diff(Plan.load(chosen.right))
-    print(json.dumps({"text": text}) if chosen.json else text)
-    return 0

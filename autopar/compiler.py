@@ -22,7 +22,7 @@ from autopar.planner.decisions import DecisionList
 from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
-from autopar.planner.resolve import residency_of, resolve
+from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.step import CompiledStep
 from autopar.sharding.assignment import Assignment, is_getitem
@@ -79,7 +79,9 @@ def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | 
     def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
         return resolve(planning, plan), residency_of(planning.decisions, plan)
 
-    return price_choice(program, mesh, options, pick, plan.search)
+    planned = price_choice(program, mesh, options, pick, plan.search)
+    notes = what_was_recomputed(plan, planned.plan)
+    return replace(planned, plan=planned.plan.repriced(notes=notes)) if notes else planned
 
 
 Findings = dict[str, Finding]  # by the key of a node

@@ -205,7 +205,7 @@ class Plan:
         return self.planning
 
     def plot(self, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
-        """A picture of `memory` over time, of the `frontier` or of the `communication`; needs matplotlib.
+        """A picture of `memory` over time, the `frontier`, the `communication` or the `step`; needs matplotlib.
 
         Written as PNG or SVG by the name of the file; without one, the `matplotlib.figure.Figure` is returned.
         """

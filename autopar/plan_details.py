@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from autopar.errors import PlanFormatError
@@ -135,13 +136,19 @@ def _timeline(data: dict[str, Any]) -> MemoryTimeline:
     kinds = _Holder(holder.dict_("bytes_by_kind"), "details: timeline: bytes_by_kind")
     by_kind = {str(kind): kinds.counts(kind) for kind in kinds.data}
     ops = int(holder.number("ops"))
-    if not index or not by_kind or any(len(values) != len(index) for values in by_kind.values()) or index[-1] >= ops:
+    backward_start, peak_index = int(holder.number("backward_start")), int(peak.number("index"))
+    lengths = {len(values) for values in by_kind.values()}
+    if lengths != {len(index)} or not _ascends((-1, *index, ops)) or backward_start > ops or peak_index >= ops:
         raise PlanFormatError("the timeline's lists do not fit together", where=holder.where, fix=_FIX)
     return MemoryTimeline(
-        ops, int(holder.number("backward_start")), index, by_kind, int(peak.number("index")), peak.text("op"),
+        ops, backward_start, index, by_kind, peak_index, peak.text("op"),
         peak.text("where"), tuple(map(_tensor, holder.list_("alive"))), int(holder.number("limit_bytes")),
         int(holder.number("margin_bytes")),
     )  # fmt: skip
+
+
+def _ascends(numbers: tuple[int, ...]) -> bool:
+    return len(numbers) > 2 and all(first < second for first, second in pairwise(numbers))
 
 
 def _tensor(data: Any) -> LiveTensor:

@@ -48,6 +48,10 @@ class Session:
     def __post_init__(self) -> None:
         object.__setattr__(self, "formulas", Formulas(self.planner.prices))
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or sent plan is without its model."""
+        return type(None), ()
+
     @cached_property
     def alternatives(self) -> Alternatives:
         """Solves for what else there was; memory aside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
@@ -11,6 +12,7 @@ from autopar.planner.decisions import Decision
 from autopar.planner.make import program_hash
 from autopar.planner.residency import Residency
 from autopar.planner.saved_values import SavedValues, late_decisions
+from autopar.report.text import bytes_text, seconds_text
 from autopar.sharding.layout import format_layout
 from autopar.sharding.strategies import Strategy
 
@@ -37,7 +39,7 @@ def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
             f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {planning.mesh_shape}",
             fix="plan again for this mesh",
         )
-    if plan.model_hash != program_hash(planning.program):
+    if plan.model_hash != program_hash(planning.program) and not _has_the_same_ops(planning, plan):
         raise PlanError(
             f"the plan is of another program ({plan.model_hash}, here {program_hash(planning.program)})",
             fix="plan again: the model, the shapes of its inputs or train/eval mode differ",
@@ -60,6 +62,39 @@ def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     if unknown:
         raise PlanError(f"the plan decides {sorted(unknown)[0]}, which this program does not have", fix="plan again")
     return tuple(choice)
+
+
+def _has_the_same_ops(planning: PlanningProblem, plan: Plan) -> bool:
+    """Whether a plan was made for the same program, but for the shapes of its tensors."""
+    ours = {decision.key for decision in planning.decisions if decision.kind == "op"}
+    return ours == {entry.key for entry in plan.entries if entry.kind == "op"}
+
+
+def what_was_recomputed(given: Plan, fresh: Plan) -> tuple[str, ...]:
+    """Why the numbers of a plan that is followed are not those of its file, and both; nothing if they are."""
+    reasons = ["its decisions were edited"] if not given.step_s else []
+    if given.model_hash != fresh.model_hash:
+        reasons.append("it was made for other shapes of inputs")
+    reasons += [
+        f"it was priced for {name} {before}, this is {after}"
+        for name, before, after in (
+            ("hardware", given.hardware, fresh.hardware),
+            ("optimizer", given.optimizer, fresh.optimizer),
+            ("autopar", given.version, fresh.version),
+        )
+        if before != after
+    ]  # fmt: skip
+    same = math.isclose(given.step_s, fresh.step_s, rel_tol=1e-9) and given.peak_bytes == fresh.peak_bytes
+    if same and not reasons:
+        return ()
+    numbers = ""
+    if given.step_s:
+        numbers = (
+            f": step {seconds_text(given.step_s)} in the plan, {seconds_text(fresh.step_s)} now; peak memory "
+            f"{bytes_text(given.peak_bytes)} in the plan, {bytes_text(fresh.peak_bytes)} now"
+        )
+    why = ", ".join(reasons) or "its numbers are not those of these prices"
+    return (f"time, memory and costs were computed again, since {why}{numbers}",)
 
 
 def _find(decision: Decision, entry: PlanEntry) -> int:

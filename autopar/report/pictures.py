@@ -21,6 +21,7 @@ KIND_COLORS = {
     "buffer": "#77aadd",
 }  # fmt: skip
 """Paul Tol's bright and light schemes, which people of every colour vision tell apart; the longest living lowest."""
+PIXELS = 1000  # across a picture
 NARROW, TALL = 5.2, 3.3  # inches: on a phone as it is, on a desk twice beside each other
 
 
@@ -86,7 +87,7 @@ def _communication(plan: Plan) -> Any:
     totals = {key: value for key, value in communication_of(plan).items() if value[2] > 0}
     figure = new_figure(NARROW, max(1.6, 0.8 + 0.36 * len(totals)))
     axes = figure.add_subplot()
-    labels = [f"{collective}, {axis}" for collective, axis in totals]
+    labels = [_plain(f"{collective}, {axis}") for collective, axis in totals]
     bars = axes.barh(labels, [1e3 * seconds for _, _, seconds in totals.values()], color="#4477aa")
     axes.bar_label(
         bars, [f"{number} x, {bytes_text(bytes_)}" for number, bytes_, _ in totals.values()], padding=3, fontsize=8
@@ -97,10 +98,42 @@ def _communication(plan: Plan) -> Any:
     return figure
 
 
+def _plain(text: str) -> str:
+    """Text that matplotlib takes for nothing else: a dollar begins no formula."""
+    return text.replace("$", r"\$")
+
+
 def _frontier(plan: Plan) -> Any:
     figure = new_figure(NARROW, TALL)
     draw_frontier(figure.add_subplot(), plan.frontier)
     return figure
 
 
-PICTURES = {"memory": _memory, "frontier": _frontier, "communication": _communication}
+def _step(plan: Plan) -> Any:
+    """What each stream of the first rank does."""
+    simulation = plan.simulate()
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for op, start, end in zip(simulation.ops, simulation.starts_s.tolist(), simulation.ends_s.tolist(), strict=True):
+        if op.rank == 0 and end > start:
+            _extend(spans[op.stream], 1e3 * start, 1e3 * end, 1e3 * simulation.step_s / PIXELS)
+    figure = new_figure(NARROW, 1.2 + 0.45 * len(spans))
+    axes = figure.add_subplot()
+    for row, (stream, found) in enumerate(spans.items()):
+        color = "#4477aa" if stream == "compute" else "#ee6677"
+        axes.broken_barh([(start, end - start) for start, end in found], (row - 0.4, 0.8), facecolors=color)
+    axes.set_yticks(range(len(spans)), [_plain(stream.replace("communication, ", "")) for stream in spans])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1e3 * simulation.step_s, 1e-9))
+    axes.set(xlabel="ms", title="one step on one rank, by stream")
+    return figure
+
+
+def _extend(spans: list[tuple[float, float]], start: float, end: float, gap: float) -> None:
+    """Add a span; one that follows within less than a pixel lengthens the last."""
+    if spans and start - spans[-1][1] < gap:
+        spans[-1] = spans[-1][0], max(end, spans[-1][1])
+    else:
+        spans.append((start, end))
+
+
+PICTURES = {"step": _step, "memory": _memory, "frontier": _frontier, "communication": _communication}

@@ -40,7 +40,7 @@ def bytes_text(bytes_: float) -> str:
 
 def _render(*parts: object) -> str:
     file = io.StringIO()
-    console = Console(file=file, width=WIDTH, color_system=None, highlight=False)
+    console = Console(file=file, width=WIDTH, color_system=None, highlight=False, markup=False)
     for part in parts:
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -48,7 +48,7 @@ def _render(*parts: object) -> str:
 
 def plan_text(plan: Plan) -> str:
     """Totals, a table by module, the costliest decisions."""
-    return _render(_headline(plan), _module_table(plan), _memory_line(plan), _costliest(plan), *_remarks(plan))
+    return _render(_headline(plan), _module_table(plan), _memory_line(plan), _costliest(plan), *remarks(plan))
 
 
 def _headline(plan: Plan) -> str:
@@ -71,12 +71,12 @@ def _module_table(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("module", "parameters", "output", "collectives", "time", "held"):
         table.add_column(name, justify="right" if name in ("time", "held") else "left", overflow="fold")
-    for label, entries, copies in _modules(plan):
+    for label, entries, copies in modules_of(plan):
         table.add_row(
             label + (f"  x{copies}" if copies > 1 else ""),
             "\n".join(f"{_own_name(entry)} {format_layout(entry.outputs[0])}" for entry in _parameters(entries)),
             _output_layout(entries),
-            _collectives(move for entry in entries for move in entry.moves),
+            collectives_text(move for entry in entries for move in entry.moves),
             seconds_text(copies * sum(entry.total_s for entry in entries)),
             bytes_text(sum(entry.bytes for entry in _parameters(entries))),
         )
@@ -87,7 +87,7 @@ def _parameters(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     return [entry for entry in entries if entry.kind == "parameter"]
 
 
-def _modules(plan: Plan) -> list[tuple[str, list[PlanEntry], int]]:
+def modules_of(plan: Plan) -> list[tuple[str, list[PlanEntry], int]]:
     """(folded module path, entries of its first member, how many members)."""
     by_module: dict[str, list[PlanEntry]] = defaultdict(list)
     for entry in plan.entries:
@@ -114,7 +114,8 @@ def _output_layout(entries: Sequence[PlanEntry]) -> str:
     return "\n".join(f"{entry.key.partition(':')[2]} {format_layout(entry.outputs[0])}" for entry in inputs)
 
 
-def _collectives(moves: Iterable[MoveCost]) -> str:
+def collectives_text(moves: Iterable[MoveCost]) -> str:
+    """`2 all_reduce axis 1 524 kB`, a line each."""
     totals: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for move in moves:
         if move.collective != "slice":
@@ -152,7 +153,8 @@ def _costliest(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _remarks(plan: Plan) -> list[str]:
+def remarks(plan: Plan) -> list[str]:
+    """What is recomputed, which plans were compared, which ops have no rule, notes."""
     lines = []
     again = {entry.key: "" for entry in plan.entries if entry.residency == "recompute"}
     if again:

@@ -1,0 +1,184 @@
+"""A plan as one self-contained HTML page: no network, readable without its script, on a phone, dark and light."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.folding import fold_keys
+from autopar.report.page_parts import SCRIPT, STYLE, data_table, svg_of
+from autopar.report.pictures import communication_of, plot_plan
+from autopar.report.text import bytes_text, collectives_text, modules_of, remarks, seconds_text
+from autopar.sharding.layout import format_layout
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan, PlanEntry
+
+TENSORS = 40
+NOT_FOUND = "not in this file: "
+
+
+def report_page(plan: Plan) -> str:
+    """The page. Charts need matplotlib; what the plan does not know is said."""
+    sections = [
+        ("summary", "Summary", _summary(plan)),
+        ("modules", "Modules", _modules(plan)),
+        ("memory", "Memory over time", _memory(plan)),
+        ("communication", "Communication", _communication(plan)),
+        ("step", "One step", _step(plan)),
+        ("frontier", "Time and memory", _frontier(plan)),
+        ("decisions", "Decisions", _decisions(plan)),
+        ("code", "Emitted code", _code(plan)),
+    ]
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
+    body = "".join(
+        f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>' for name, title, parts in sections
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>autopar plan {escape(plan.hash)}</title><style>{STYLE}</style></head><body>"
+        f"<header><h1>autopar plan <code>{escape(plan.hash)}</code></h1><nav>{links}</nav></header>"
+        f"<main>{body}</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
+    limit = f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else ""
+    facts = [
+        ("step, predicted", seconds_text(plan.step_s) if plan.step_s else "not priced: the file was edited"),
+        ("communication in it, hidden or not", seconds_text(plan.communication_s)),
+        ("recomputation in it", seconds_text(plan.recompute_s)),
+        ("peak memory of a rank", bytes_text(plan.peak_bytes) + limit),
+        ("mesh", mesh),
+        ("hardware", plan.hardware),
+        ("search", plan.search),
+        ("at most above the best possible", f"{plan.gap:.1%}" if plan.bound > 0 else "not proven"),
+        ("optimizer", plan.optimizer),
+    ]
+    yield (
+        "<dl>"
+        + "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+        + "</dl>"
+    )
+    if len(plan.alternatives) > 1:
+        rows = sorted(plan.alternatives.items(), key=lambda item: item[1])
+        yield data_table("plans compared", ("plan", "step"), [(name, (s, seconds_text(s))) for name, s in rows])
+    said = remarks(plan)
+    if said:
+        yield "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in said) + "</ul>"
+
+
+def _modules(plan: Plan) -> Iterator[str]:
+    yield (
+        "<p>Repeated layers are one row. A layout has one placement per mesh axis: S0 shards dim 0, R replicates, "
+        "P is a partial sum.</p>"
+    )
+    rows: list[Sequence[object]] = []
+    for label, entries, copies in modules_of(plan):
+        parameters = [entry for entry in entries if entry.kind == "parameter"]
+        seconds = copies * sum(entry.total_s for entry in entries)
+        held = copies * sum(entry.bytes for entry in parameters)
+        layouts = ", ".join(f"{entry.key.rpartition('.')[2]} {format_layout(entry.outputs[0])}" for entry in parameters)
+        moves = collectives_text(move for entry in entries for move in entry.moves).replace("\n", ", ")
+        rows.append((label, copies, layouts, moves, (seconds, seconds_text(seconds)), (held, bytes_text(held))))
+    columns = ("module", "copies", "parameters", "collectives of one copy", "time", "held")
+    yield data_table("modules", columns, rows, search="search modules")
+
+
+def _chart(plan: Plan, kind: str, label: str) -> str:
+    try:
+        figure = plot_plan(plan, kind)
+    except AutoparError as error:
+        return f'<p class="missing">{escape(error.what)}; {escape(error.fix)}</p>'
+    return f'<figure role="img" aria-label="{escape(label)}">{svg_of(figure, kind)}</figure>'
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    timeline = plan.details.timeline if plan.details else None
+    if timeline is None:
+        yield f'<p class="missing">{NOT_FOUND}give the plan to make_plan with plan=, and save it</p>'
+        return
+    yield _chart(plan, "memory", "bytes alive against op index, by kind")
+    phase = "backward" if timeline.peak_index >= timeline.backward_start else "forward"
+    where = f", {timeline.peak_where}" if timeline.peak_where else ""
+    yield (
+        f"<p>Peak {bytes_text(max(timeline.totals))} in the {phase}, while "
+        f"<code>{escape(timeline.peak_op)}</code> runs: op {timeline.peak_index} of {timeline.ops}{escape(where)}.</p>"
+    )
+    at = timeline.index.index(timeline.peak_index) if timeline.peak_index in timeline.index else 0
+    kinds = [(kind, values[at], max(values)) for kind, values in timeline.bytes_by_kind.items()]
+    rows = [(kind.replace("_", " "), (now, bytes_text(now)), (most, bytes_text(most))) for kind, now, most in kinds]
+    yield data_table("kinds", ("kind", "at the peak", "at most"), rows)
+    tensors = [
+        (it.name, it.kind.replace("_", " "), (it.bytes, bytes_text(it.bytes)), it.where)
+        for it in timeline.alive[:TENSORS]
+    ]
+    yield "<h3>Tensors alive at the peak</h3>"
+    yield data_table("alive", ("tensor", "kind", "bytes", "your line"), tensors, search="search tensors")
+
+
+def _communication(plan: Plan) -> Iterator[str]:
+    totals = communication_of(plan)
+    if not totals:
+        yield "<p>No tensor is moved between layouts.</p>"
+        return
+    yield _chart(plan, "communication", "milliseconds by collective and mesh axis")
+    rows = [
+        (collective, axis, number, (bytes_, bytes_text(bytes_)), (seconds, seconds_text(seconds)))
+        for (collective, axis), (number, bytes_, seconds) in totals.items()
+    ]
+    yield data_table("moves", ("collective", "axis", "how many", "bytes", "time, hidden or not"), rows)
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    if plan.step_ops is None:
+        yield f'<p class="missing">{NOT_FOUND}<code>autopar report plan.json --model ...</code> simulates the step</p>'
+        return
+    yield _chart(plan, "step", "what computes and what communicates, over time")
+    yield f"<pre>{escape(str(plan.simulate()))}</pre>"
+
+
+def _frontier(plan: Plan) -> Iterator[str]:
+    if "frontier" not in plan.__dict__:
+        yield (
+            f'<p class="missing">{NOT_FOUND}<code>autopar plan ... --frontier -o plan.json</code> saves '
+            "what less memory costs</p>"
+        )
+        return
+    yield _chart(plan, "frontier", "seconds against bytes of the best plans under ever tighter limits")
+    rows = [((bytes_, bytes_text(bytes_)), (seconds, seconds_text(seconds))) for bytes_, seconds in plan.frontier]
+    yield data_table("points", ("memory", "step"), rows)
+
+
+def _decisions(plan: Plan) -> Iterator[str]:
+    by_key = {entry.key: entry for entry in plan.entries}
+    rows: list[Sequence[object]] = []
+    for text, members in fold_keys({entry.key: entry.signature() for entry in plan.entries}).items():
+        entries = [by_key[key] for key in members]
+        rows.append(_decision(text, entries))
+    columns = ("decision", "layouts", "residency", "time", "held", "your line")
+    yield "<details><summary>every decision, repeated layers in one row</summary>"
+    yield data_table("decisions", columns, rows, search="search decisions")
+    yield "</details>"
+
+
+def _decision(text: str, entries: Sequence[PlanEntry]) -> Sequence[object]:
+    seconds, held = sum(entry.total_s for entry in entries), sum(entry.bytes for entry in entries)
+    first = entries[0]
+    return text, first.words, first.residency, (seconds, seconds_text(seconds)), (held, bytes_text(held)), first.where
+
+
+def _code(plan: Plan) -> Iterable[str]:
+    code = plan.details.code if plan.details else {}
+    if not code:
+        return [f'<p class="missing">{NOT_FOUND}give the plan to make_plan with plan=, and save it</p>']
+    return [
+        f"<details><summary>{escape(phase)}, {len(text.splitlines())} lines</summary>"
+        f"<pre><code>{escape(text)}</code></pre></details>"
+        for phase, text in code.items()
+    ]
