@@ -16,7 +16,7 @@ from autopar.sharding.layout import Layout, format_layout, parse_layout
 
 SCHEMA = 3
 RESIDENCIES = ("keep", "recompute")
-SECTIONS = ("inputs", "parameters", "ops")
+SECTIONS = ("parameters", "inputs", "ops")
 
 
 @dataclass(frozen=True, slots=True)

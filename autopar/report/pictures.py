@@ -21,6 +21,7 @@ KIND_COLORS = {
     "buffer": "#77aadd",
 }  # fmt: skip
 """Paul Tol's bright and light schemes, which people of every colour vision tell apart; the longest living lowest."""
+LABEL = 30  # characters
 PIXELS = 1000  # across a picture
 NARROW, TALL = 5.2, 3.3  # inches: on a phone as it is, on a desk twice beside each other
 
@@ -99,8 +100,9 @@ def _communication(plan: Plan) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib takes for nothing else: a dollar begins no formula."""
-    return text.replace("$", r"\$")
+    """Text that matplotlib takes for nothing else, since a dollar begins a formula, and that leaves room to draw."""
+    short = text if len(text) <= LABEL else f"{text[: LABEL - 3]}..."
+    return short.replace("$", r"\$")
 
 
 def _frontier(plan: Plan) -> Any:
