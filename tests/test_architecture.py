@@ -35,7 +35,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
-    "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
+    "runtime.lockstep": {"runtime.virtual_groups", "torch_compat", "ops"},
     "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # an op emitted and run on all ranks
     "sharding.check_rule": VIRTUAL | {"sharding", "sharding.execution"},  # a rule's proof
     "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops

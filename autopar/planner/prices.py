@@ -23,15 +23,17 @@ from autopar.cost_models.compute import (
 from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
+from autopar.ops.dispatch import expected_copies
 from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
-from autopar.sharding.rule import Ring
+from autopar.sharding.rule import Dispatch, Ring
 from autopar.sharding.strategies import Strategy, local_bytes
 from autopar.sharding.windows import Halo, halo_rows
 
 Seconds = npt.NDArray[np.float64]
 Shapes = list[tuple[int, ...]]
 
+COUNT_BYTES = 8  # of an int64: how many rows a rank sends another
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -149,7 +151,18 @@ class Prices:
                 total += self._halo(call, strategy, axis, rule.halo)
             if rule.ring is not None:
                 total += self._ring(call, strategy, axis, rule.ring)
+            if rule.dispatch is not None:
+                total += self._dispatch(call, strategy, axis, rule.dispatch)
         return total
+
+    def _dispatch(self, call: OpCall, strategy: Strategy, axis: int, dispatch: Dispatch) -> float:
+        """Seconds of three all-to-alls: how many rows, the rows, the results; choices spread evenly over the ranks."""
+        ranks = self.mesh.shape[axis]
+        first = dispatch.tensors[0]
+        rows = local_shape(call.inputs[first].shape, strategy.inputs[first], self.mesh.shape)[0]
+        copies = rows * expected_copies(dispatch.choices, ranks)
+        sizes = (COUNT_BYTES * ranks, copies * dispatch.row_bytes, copies * dispatch.returned_bytes)
+        return sum(self.collective("all_to_all", size, axis) for size in sizes)
 
     def _ring(self, call: OpCall, strategy: Strategy, axis: int, ring: Ring) -> float:
         """Seconds for a rank's chunks to go around an axis."""
@@ -182,10 +195,12 @@ class Prices:
 
 
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
-    """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole."""
+    """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole; of what is
+    dispatched, a rank meets as much as if it met the whole and worked on its experts alone."""
     layouts = list(strategy.inputs)
     for axis, rule in enumerate(strategy.rules):
-        for index in rule.ring.tensors if rule.ring is not None else ():
+        met = rule.ring or rule.dispatch
+        for index in met.tensors if met is not None else ():
             layouts[index] = (*layouts[index][:axis], REPLICATE, *layouts[index][axis + 1 :])
     return tuple(layouts)
 
