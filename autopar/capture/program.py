@@ -21,6 +21,7 @@ class InputKind(Enum):
     TANGENT = "tangent"  # the gradient that arrives at an output
     SEED = "seed"  # the step's random seed, int64 scalar
     CONSTANT = "constant"  # a tensor that the model holds but does not register
+    ARRIVING = "arriving"  # a value of an earlier pipeline stage
 
 
 class OutputKind(Enum):
@@ -28,6 +29,7 @@ class OutputKind(Enum):
     OUTPUT = "output"
     BUFFER = "buffer"  # the new value of a mutated buffer
     GRADIENT = "gradient"
+    LEAVING = "leaving"  # a value for later pipeline stages
 
 
 @dataclass(frozen=True, slots=True)
