@@ -14,6 +14,10 @@ from torch.utils._pytree import TreeSpec
 from autopar.errors import OmittedOutputError
 
 
+BETWEEN_STAGES = "value:"
+"""How the names of values begin that go from one pipeline stage to another."""
+
+
 class InputKind(Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -48,6 +52,11 @@ class ProgramOutput:
     kind: OutputKind
     name: str
     differentiable: bool = False  # has a tangent among the inputs
+
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether it is a gradient that the backward of a pipeline stage gives to an earlier stage."""
+        return self.kind is OutputKind.GRADIENT and self.name.startswith(BETWEEN_STAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,15 @@ def _as_constraint(item: Any) -> Constraint:
 
 
 def apply_constraints(
-    planning: PlanningProblem, constraints: tuple[Constraint, ...], parameter_layouts: Mapping[str, Layout] | None
+    planning: PlanningProblem,
+    constraints: tuple[Constraint, ...],
+    parameter_layouts: Mapping[str, Layout] | None,
+    boundary_layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> PlanningProblem:
-    """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet."""
+    """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet.
+
+    `boundary_layouts`: by the keys of decisions, of what other pipeline stages send or expect.
+    """
     allowed: dict[int, npt.NDArray[np.bool_]] = {}
     for constraint in constraints:
         if constraint.is_residency:
@@ -86,6 +93,8 @@ def apply_constraints(
     for index, decision in enumerate(planning.decisions):
         if decision.kind == "parameter" and parameter_layouts and decision.name in parameter_layouts:
             allowed[index] = _mask(decision, parameter_layouts[decision.name])
+        if decision.key in boundary_layouts:
+            allowed[index] = _mask(decision, boundary_layouts[decision.key])
     if not allowed:
         return planning
     problem = replace(planning.restricted(allowed), groups=_regrouped(planning, allowed))

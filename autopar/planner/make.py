@@ -54,6 +54,7 @@ class Options:
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
+    boundary_layouts: Mapping[str, Layout] = field(default_factory=dict)  # of what other pipeline stages send or expect
     time_limit_s: float = 30.0  # processor time of all searches; a fraction of it where no memory limit binds
     seed: int = 0
     discovery: Discovery | None = None
@@ -174,7 +175,9 @@ class _Planner:
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
-        self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
+        self.planning = apply_constraints(
+            planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
+        )
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:

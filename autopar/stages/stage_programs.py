@@ -9,25 +9,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput, ProgramOutput
+from autopar.capture.program import BETWEEN_STAGES, InputKind, OutputKind, Program, ProgramInput, ProgramOutput
 from autopar.passes.copy_graph import copy_node
 from autopar.sharding.assignment import is_getitem
 from autopar.stages.assign import StageAssignment, size_of
 from autopar.torch_compat import LazyGraphModule
 
 aten = torch.ops.aten
-VALUE = "value"  # how the names of values that go between stages begin
 
 Edge = tuple[int, int]
 
 
 def boundary_name(node: fx.Node) -> str:
     """The name, among a stage's inputs and outputs, of a value that goes between stages."""
-    return f"{VALUE}:{node.name}"
+    return f"{BETWEEN_STAGES}{node.name}"
 
 
 def is_boundary(name: str) -> bool:
-    return name.startswith(f"{VALUE}:")
+    return name.startswith(BETWEEN_STAGES)
 
 
 @dataclass(frozen=True)

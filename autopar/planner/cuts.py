@@ -1,0 +1,111 @@
+"""Where to cut a program into stages: at narrow places, so that the slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.planner.node_prices import compute_seconds, computes
+from autopar.planner.prices import Prices
+from autopar.sharding.assignment import is_getitem
+from autopar.stages.assign import Anatomy, assign_stages, owner, size_of
+
+MOST_PLACES = 192  # candidates for a cut: the narrowest
+
+
+@dataclass(frozen=True)
+class Places:
+    """Candidates for cuts, as numbers of forward ops, and what lies between them.
+
+    `seconds`: of the forward and the backward of each segment, `sent_bytes`: that a cut at each place sends forward.
+    Segment i ends at place i; the last one at the end of the program.
+    """
+
+    cuts: tuple[int, ...]
+    seconds: npt.NDArray[np.float64]
+    sent_bytes: npt.NDArray[np.float64]
+
+
+def places(found: Anatomy, prices: Prices) -> Places:
+    """The narrow places of a program: no more is sent there than right before or right after."""
+    width = crossing_bytes(found)
+    ops = [not is_getitem(node) for node in found.forward]
+    around = np.where(width > 0, width, np.inf)
+    inner = {
+        index
+        for index in range(1, len(found.forward))
+        if ops[index] and 0 < width[index] <= min(around[index - 1], around[index + 1])
+    }
+    candidates = [index for index in inner if index - 1 not in inner]
+    narrow = sorted(sorted(candidates, key=lambda index: width[index])[:MOST_PLACES])
+    seconds = np.zeros(len(narrow) + 1)
+    assignment = assign_stages(found, narrow)
+    for node, stage in assignment.stage.items():
+        if computes(node):
+            seconds[stage] += compute_seconds(node, prices)
+    return Places(tuple(narrow), seconds, width[narrow] if narrow else np.zeros(0))
+
+
+def crossing_bytes(found: Anatomy) -> npt.NDArray[np.float64]:
+    """Per number of a forward op, the bytes of what was made before it and is read from it on."""
+    order = found.order
+    last: dict[fx.Node, int] = {}
+    for node, index in order.items():
+        if not is_getitem(node):
+            last.update((source, index) for source in node.all_input_nodes if source in order)
+    width = np.zeros(len(order) + 2)
+    for node, end in last.items():
+        start = order[owner(node)]
+        width[start + 1] += size_of(node)
+        width[end + 1] -= size_of(node)
+    return np.cumsum(width)
+
+
+def balanced_cuts(found: Places, stages: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """The cuts whose slowest stage takes least; of those, that send least. Exact, by dynamic programming.
+
+    `speeds`: of the stages' devices; 0.5 takes twice as long.
+    """
+    segments = len(found.seconds)
+    if segments < stages:
+        raise PlanError(
+            f"the program has {len(found.cuts)} places to cut it, not {stages - 1}",
+            fix=f"use stages={segments} or fewer",
+        )
+    before = np.concatenate([[0.0], np.cumsum(found.seconds)])
+    best = np.full((stages + 1, segments + 1), np.inf)
+    best[0, 0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, segments - (stages - stage) + 1):
+            starts = np.arange(stage - 1, end)
+            slowest = np.maximum(best[stage - 1, starts], (before[end] - before[starts]) / speeds[stage - 1])
+            best[stage, end] = slowest.min()
+    return _least_sent(found, stages, speeds, before, float(best[stages, segments]))
+
+
+def _least_sent(
+    found: Places, stages: int, speeds: Sequence[float], before: npt.NDArray[np.float64], limit: float
+) -> tuple[int, ...]:
+    """Of the cuts with no stage slower than `limit`, those that send the least bytes."""
+    segments, slack = len(found.seconds), limit * (1 + 1e-9)
+    sent = np.full((stages + 1, segments + 1), np.inf)
+    origin = np.zeros((stages + 1, segments + 1), dtype=int)
+    sent[0, 0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, segments - (stages - stage) + 1):
+            starts = np.arange(stage - 1, end)
+            fits = (before[end] - before[starts]) / speeds[stage - 1] <= slack
+            own = found.sent_bytes[end - 1] if end < segments else 0.0
+            totals = np.where(fits, sent[stage - 1, starts] + own, np.inf)
+            pick = int(totals.argmin())
+            sent[stage, end], origin[stage, end] = totals[pick], starts[pick]
+    ends, end = [], segments
+    for stage in range(stages, 0, -1):
+        end = int(origin[stage, end])
+        ends.append(end)
+    return tuple(found.cuts[end - 1] for end in reversed(ends[:-1]))
