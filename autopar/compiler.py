@@ -110,3 +110,4 @@ def _calls(program: Program) -> Iterator[tuple[str, OpCall]]:
     for node in program.graph_module.graph.nodes:
         if node.op == "call_function" and not is_getitem(node):
             yield node.meta["key"], call_of(node)
+

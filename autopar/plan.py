@@ -75,6 +75,39 @@ def _texts(layouts: tuple[Layout, ...]) -> list[str]:
     return [format_layout(layout) for layout in layouts]
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the stages of a plan run. `axis`: of the mesh, along which they lie. `bubble`: the share of the step, over
+    all ranks, in which none computes, as simulated."""
+
+    axis: int
+    schedule: str
+    microbatches: int
+    virtual_stages: int = 1  # of each rank
+    bubble: float = 0.0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage. `starts`: the key of the op before which the program is cut ("" for the first stage)."""
+
+    number: int
+    rank: int  # along the pipeline's axis
+    starts: str
+    plan: Plan  # on the mesh without the pipeline's axis, for one microbatch
+    forward_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    in_flight: int = 1  # microbatches whose activations are held at once, at most
+    activation_bytes: int = 0  # of one microbatch, from its forward to its backward
+    sent_bytes: int = 0  # to later stages for one microbatch, by one rank
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the stage's parameters."""
+        return tuple(entry.key for entry in self.plan.entries if entry.kind == "parameter")
+
+
 @dataclass(frozen=True)
 class Plan:
     """What was chosen, what it costs, and how good it could be at best.
@@ -105,7 +138,8 @@ class Plan:
         default_factory=dict
     )  # predicted seconds of the plans compared, memory aside; simulated where they come close to the best
     version: str = __version__
-    stages: tuple[Any, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+    pipeline: Pipeline | None = None  # then the decisions are those of the stages' plans
     experts: tuple[Any, ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
     step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
@@ -128,8 +162,16 @@ class Plan:
     def hash(self) -> str:
         """Of the model, the mesh and every decision; not of the costs."""
         lines = [self.model_hash, repr(self.mesh_shape)]
+        if self.pipeline is not None:
+            lines.append(f"{self.pipeline.schedule} {self.pipeline.axis} {self.pipeline.microbatches}")
+            lines += [f"{stage.number} {stage.starts} {stage.plan.hash}" for stage in self.stages]
         lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
         return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
+
+    @property
+    def every_entry(self) -> tuple[PlanEntry, ...]:
+        """The decisions, of all stages if there are any."""
+        return (*self.entries, *(entry for stage in self.stages for entry in stage.plan.entries))
 
     @property
     def discovered(self) -> tuple[OpWithoutRule, ...]:
@@ -144,7 +186,7 @@ class Plan:
     @property
     def communication_s(self) -> float:
         """Seconds of the moves between layouts."""
-        return sum(move.seconds for entry in self.entries for move in entry.moves)
+        return sum(move.seconds for entry in self.every_entry for move in entry.moves)
 
     @cached_property
     def frontier(self) -> tuple[tuple[int, float], ...]:
@@ -192,7 +234,7 @@ class Plan:
         """Entries whose key or module matches a shell-style pattern."""
         return tuple(
             entry
-            for entry in self.entries
+            for entry in self.every_entry
             if fnmatch.fnmatchcase(entry.key, pattern) or (entry.module and fnmatch.fnmatchcase(entry.module, pattern))
         )
 

@@ -13,6 +13,7 @@ from autopar.capture.program import Program
 from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
+from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
@@ -95,6 +96,7 @@ class Planned:
     planning: PlanningProblem
     solution: Solution
     rules: RuleBook
+    local: LocalProgram  # of the busiest rank
 
 
 def program_hash(program: Program) -> str:
@@ -366,7 +368,7 @@ class _Planner:
             recomputation=self._fit(best).problem(best.fitted),
         )
         assignment = self.planning.assignment(best.choice, best.residency)
-        return Planned(plan, best.choice, assignment, self.planning, best.solution, self.rules)
+        return Planned(plan, best.choice, assignment, self.planning, best.solution, self.rules, best.measured.local)
 
 
 def _with_limit(problem: Problem, limit: float | None) -> Problem:

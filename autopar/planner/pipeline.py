@@ -6,21 +6,32 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from autopar.capture.program import InputKind, OutputKind, Program
-from autopar.errors import ConstraintError, MeshError
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.hardware import AxisLinks, axis_links
+from autopar.errors import ConstraintError, MeshError, MicrobatchError
 from autopar.mesh import Mesh
+from autopar.plan import Pipeline, Plan, StagePlan
 from autopar.planner.constraints import Constraint
 from autopar.planner.cuts import balanced_cuts, places
 from autopar.planner.decisions import result_key
-from autopar.planner.make import Options, Planned, plan_program
+from autopar.planner.make import Options, Planned, plan_program, program_hash
 from autopar.planner.prices import Prices
+from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
+from autopar.schedules.actions import Schedule
+from autopar.schedules.generate import Request, generate
+from autopar.schedules.memory import StageMemory
+from autopar.schedules.timing import bubble_fraction, simulate_schedule
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import Layout
 from autopar.stages.assign import anatomy
-from autopar.stages.microbatch import cut_microbatches
+from autopar.stages.microbatch import batch_size, cut_microbatches
 from autopar.stages.stage_programs import StageProgram
 from autopar.stages.staged import Staged, stage_program
 
+V_SHAPED = ("zb-v",)
 PIPELINE_AXES = ("pp", "pipe", "pipeline", "stage")
 
 
@@ -135,3 +146,154 @@ def _names(program: Program) -> set[str]:
 
 def _matches(constraint: Constraint, names: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, constraint.pattern) for name in names)
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A plan with stages, and all that running it needs."""
+
+    plan: Plan
+    staged: Staged
+    schedule: Schedule
+    stages: tuple[Planned, ...]
+    rules: RuleBook  # of the whole program
+    axis: int
+
+
+def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:
+    """Plan a program as a pipeline along one axis of the mesh. Raises the errors of `plan_program`, and of schedules."""
+    axis = pipeline_axis(mesh, request.stages)
+    assert axis is not None, "no axis of the mesh is the pipeline's"
+    ranks, inner = mesh.shape[axis], without_axis(mesh, axis)
+    stages = request.stages or ranks * (2 if request.schedule in V_SHAPED else 1)
+    if stages % ranks:
+        raise MeshError(
+            f"{stages} stages do not lie evenly on the {ranks} ranks of axis {mesh.axis_names[axis]!r}",
+            fix=f"use a multiple of {ranks} stages",
+        )
+    rules = options.rule_book(mesh)
+    staged = _staged(program, inner, stages, request, rules)
+    planned = plan_stages(staged, inner, options)
+    return finished(mesh, axis, staged, planned, rules, options, request)
+
+
+def _staged(program: Program, mesh: Mesh, stages: int, request: PipelineRequest, rules: RuleBook) -> Staged:
+    """With the microbatches asked for, or as many as two per stage where the program can be cut so."""
+    if request.microbatches is not None:
+        return cut_evenly(program, mesh, stages, request.microbatches, rules)
+    size = batch_size(program)
+    wanted = [count for count in range(min(size, 2 * stages), 1, -1) if size % count == 0]
+    for count in wanted:
+        try:
+            return cut_evenly(program, mesh, stages, count, rules)
+        except MicrobatchError:
+            break
+    return cut_evenly(program, mesh, stages, 1, rules)
+
+
+def finished(
+    mesh: Mesh,
+    axis: int,
+    staged: Staged,
+    planned: tuple[Planned, ...],
+    rules: RuleBook,
+    options: Options,
+    request: PipelineRequest,
+) -> PlannedPipeline:
+    """The stages' plans with their schedule, as one plan."""
+    inner, ranks = without_axis(mesh, axis), mesh.shape[axis]
+    link = axis_links(mesh.profile, mesh.shape)[axis]
+    costs = [stage_costs(item, inner, send_seconds(link, sent_bytes(item.local))) for item in planned]
+    schedule = make_schedule(staged, ranks, costs, options.limit(mesh), request)
+    simulation = simulate_schedule(schedule, dict(enumerate(item.times for item in costs)))
+    in_flight = [_in_flight(schedule, stage) for stage in range(len(planned))]
+    peak = max(
+        sum(costs[stage].peak_bytes(in_flight[stage]) for stage in schedule.stages_of(rank)) for rank in range(ranks)
+    )
+    limit = options.limit(mesh)
+    starts = [found.meta["key"] for found in _starts(staged)]
+    plan = Plan(
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        hardware=mesh.profile.name,
+        search=planned[0].plan.search,
+        model_hash=program_hash(staged.program),
+        entries=(),
+        step_s=simulation.step_s + max(_update_s(item) for item in planned),
+        peak_bytes=peak,
+        memory_limit_bytes=limit,
+        optimizer=options.optimizer.name,
+        cost=sum(item.plan.cost for item in planned),
+        bound=sum(item.plan.bound for item in planned),
+        without_rule=tuple(dict.fromkeys(op for item in planned for op in item.plan.without_rule)),
+        stages=tuple(
+            StagePlan(
+                number=stage,
+                rank=schedule.rank_of(stage),
+                starts="" if stage == 0 else starts[stage - 1],
+                plan=item.plan,
+                forward_s=costs[stage].times.forward_s,
+                backward_input_s=costs[stage].times.backward_input_s,
+                backward_weight_s=costs[stage].times.backward_weight_s,
+                in_flight=in_flight[stage],
+                activation_bytes=costs[stage].saved_bytes,
+                sent_bytes=costs[stage].sent_bytes,
+            )
+            for stage, item in enumerate(planned)
+        ),
+        pipeline=Pipeline(
+            axis, schedule.name, schedule.microbatches, schedule.virtual_stages, bubble_fraction(simulation)
+        ),
+    )
+    return PlannedPipeline(plan, staged, schedule, planned, rules, axis)
+
+
+def _starts(staged: Staged) -> list[fx.Node]:
+    forward = anatomy(staged.microbatches.pieces[0]).forward
+    return [forward[cut] for cut in staged.cuts]
+
+
+def _update_s(planned: Planned) -> float:
+    step = planned.plan.step_ops
+    return sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """The most microbatches whose activations a stage holds at once."""
+    held = most = 0
+    for action in schedule.ranks[schedule.rank_of(stage)]:
+        if action.stage == stage and action.kind == "forward":
+            held += 1
+            most = max(most, held)
+        elif action.stage == stage and action.kind in ("backward", "backward_weight"):
+            held -= 1
+    return most
+
+
+def send_seconds(link: AxisLinks, bytes_: int) -> float:
+    """Seconds to send that many bytes to the next stage."""
+    return float(collective_seconds("send", bytes_, link)) if bytes_ else 0.0
+
+
+def make_schedule(
+    staged: Staged, ranks: int, costs: Sequence[StageCosts], limit_bytes: int, request: PipelineRequest
+) -> Schedule:
+    """The schedule asked for, or for training 1F1B; forward alone where nothing is trained."""
+    stages, count = len(staged.stages), staged.microbatches.count
+    name = request.schedule or ("1f1b" if stages == ranks else "interleaved")
+    memory = {
+        stage: StageMemory(
+            fixed_bytes=cost.held_bytes + cost.working_bytes, activation_bytes=cost.saved_bytes, version_bytes=0
+        )
+        for stage, cost in enumerate(costs)
+    }
+    asked = Request(
+        stages,
+        count,
+        stages // ranks,
+        times=dict(enumerate(item.times for item in costs)),
+        memory=memory,
+        limits_bytes=[float(limit_bytes)] * ranks if name == "auto" else (),
+        edges=staged.first.edges,
+    )
+    return generate(name, asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,6 +89,21 @@ class StageVariant:
         return found
 
     @cached_property
+    def parameter_nodes(self) -> Mapping[str, tuple[int, ...]]:
+        """The full shapes of the stage's parameters, by placeholder."""
+        kinds = {item.node: item.kind for item in self.program.inputs}
+        nodes = self.program.graph_module.graph.nodes
+        return {
+            node.name: tuple(node.meta["val"].shape)
+            for node in nodes
+            if node.op == "placeholder" and kinds[node.name] is InputKind.PARAMETER
+        }
+
+    def local_value(self, node: str) -> Tensor:
+        """The first lane's fake part of a placeholder."""
+        return self._locals[0][node]
+
+    @cached_property
     def _locals(self) -> list[dict[str, Tensor]]:
         return [
             {
@@ -103,7 +118,3 @@ class StageVariant:
 
 def placeholders(gm: fx.GraphModule) -> list[str]:
     return [node.name for node in gm.graph.nodes if node.op == "placeholder"]
-
-
-def names_of(outputs: Sequence[ProgramOutput]) -> list[str]:
-    return [output.name for output in outputs]
