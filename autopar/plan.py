@@ -318,6 +318,11 @@ class Plan:
         """A checked plan from plain dicts and lists."""
         return _Reader(data).plan()
 
+    def without_problems(self) -> Plan:
+        """Without what was searched and simulated: what other ranks need."""
+        stages = tuple(replace(stage, plan=stage.plan.without_problems()) for stage in self.stages)
+        return replace(self, problem=None, step_ops=None, recomputation=None, stages=stages)
+
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""
         return replace(self, **changes)

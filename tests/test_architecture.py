@@ -33,6 +33,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "capture": FOUNDATION | {"sharding"},  # op calls alone
     "report": {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
     "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
+    "stages": FOUNDATION | {"capture", "sharding", "passes"},  # a program cut along time and depth: never prices
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
     "runtime.lockstep": {"runtime.virtual_groups", "torch_compat", "ops"},
@@ -55,11 +56,12 @@ ROOMS_BELOW: dict[str, set[str]] = {
     },
     "runtime": FOUNDATION
     | VIRTUAL
-    | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
+    | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"}
+    | {"stages", "schedules"},
     "nn": FOUNDATION,
     "optim": {"torch_compat"},
     "model_source": {"source"},
-    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models"},
+    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},
     "compiler": FOUNDATION
     | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"},

@@ -13,7 +13,6 @@ from torch.utils._pytree import TreeSpec
 
 from autopar.errors import OmittedOutputError
 
-
 BETWEEN_STAGES = "value:"
 """How the names of values begin that go from one pipeline stage to another."""
 
@@ -75,6 +74,7 @@ class OmittedOutput:
 
     name: str
     type_name: str
+    remedy: str = "return its tensors in tuples, lists or dicts (a cache: use_cache=False, and ask the original model)"
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise self._error()
@@ -91,7 +91,7 @@ class OmittedOutput:
     def _error(self) -> OmittedOutputError:
         return OmittedOutputError(
             f"the output {self.name!r}, a {self.type_name}, is not carried over by the distributed program",
-            fix="return its tensors in tuples, lists or dicts (a cache: use_cache=False, and ask the original model)",
+            fix=self.remedy,
         )
 
 

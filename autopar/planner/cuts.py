@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from autopar.capture.program import InputKind
 from autopar.errors import PlanError
 from autopar.planner.node_prices import compute_seconds, computes
 from autopar.planner.prices import Prices
 from autopar.sharding.assignment import is_getitem
 from autopar.stages.assign import Anatomy, assign_stages, owner, size_of
+from autopar.stages.staged import Staged
 
 MOST_PLACES = 192  # candidates for a cut: the narrowest
 
@@ -109,3 +111,42 @@ def _least_sent(
         end = int(origin[stage, end])
         ends.append(end)
     return tuple(found.cuts[end - 1] for end in reversed(ends[:-1]))
+
+
+def cuts_like(found: Anatomy, like: Staged) -> tuple[int, ...]:
+    """Cuts of another program of the same model that leave every parameter on the stages that hold it.
+
+    Between the last op of the stages before a cut and the first one behind it, the narrowest place.
+    """
+    holders: dict[str, set[int]] = {}
+    for stage in like.stages:
+        for item in stage.program.inputs:
+            if item.kind is InputKind.PARAMETER:
+                holders.setdefault(item.name, set()).add(stage.index)
+    names = {item.node: item.name for item in found.program.inputs if item.kind is InputKind.PARAMETER}
+    width, cuts = crossing_bytes(found), list[int]()
+    stages_of = [_stages_of(found, node, names, holders) for node in found.forward]
+    for cut in range(1, len(like.stages)):
+        before = [index for index, stages in enumerate(stages_of) if stages and max(stages) < cut]
+        behind = [index for index, stages in enumerate(stages_of) if stages and min(stages) >= cut]
+        first = max([*before, *(cuts[-1:] or [0])]) + 1
+        last = min([*behind, len(found.forward) - 1])
+        window = [index for index in range(first, last + 1) if not is_getitem(found.forward[index])]
+        if not window:
+            raise PlanError(
+                "the ops of this call do not keep to the stages that hold their parameters",
+                fix="compile the model anew for calls of this kind",
+            )
+        cuts.append(min(window, key=lambda index: width[index]))
+    return tuple(cuts)
+
+
+def _stages_of(found: Anatomy, node: fx.Node, names: Mapping[str, str], holders: Mapping[str, set[int]]) -> set[int]:
+    """The stages on which an op can run: those that hold all its parameters; none if it has no parameter."""
+    read = [
+        holders[names[parameter.name]]
+        for source in node.all_input_nodes
+        for parameter in found.parameters.get(source, ())
+        if names.get(parameter.name) in holders
+    ]
+    return set.intersection(*read) if read else set()

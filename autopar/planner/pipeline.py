@@ -11,11 +11,11 @@ from torch import fx
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links
-from autopar.errors import ConstraintError, MeshError, MicrobatchError
+from autopar.errors import ConstraintError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Plan, StagePlan
 from autopar.planner.constraints import Constraint
-from autopar.planner.cuts import balanced_cuts, places
+from autopar.planner.cuts import balanced_cuts, cuts_like, places
 from autopar.planner.decisions import result_key
 from autopar.planner.make import Options, Planned, plan_program, program_hash
 from autopar.planner.prices import Prices
@@ -24,6 +24,7 @@ from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
 from autopar.schedules.memory import StageMemory
 from autopar.schedules.timing import bubble_fraction, simulate_schedule
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import Layout
 from autopar.stages.assign import anatomy
@@ -118,9 +119,7 @@ def offered_layouts(program: Program, planned: Planned) -> dict[str, Layout]:
     return layouts
 
 
-def _parameter_layouts(
-    program: Program, planned: Planned, shared: Mapping[str, tuple[int, ...]]
-) -> dict[str, Layout]:
+def _parameter_layouts(program: Program, planned: Planned, shared: Mapping[str, tuple[int, ...]]) -> dict[str, Layout]:
     """The layouts of parameters that other stages hold too."""
     inputs = [item for item in program.inputs if item.kind is InputKind.PARAMETER and item.name in shared]
     return {item.name: planned.assignment.inputs[item.node] for item in inputs}
@@ -161,7 +160,7 @@ class PlannedPipeline:
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:
-    """Plan a program as a pipeline along one axis of the mesh. Raises the errors of `plan_program`, and of schedules."""
+    """Plan a program as a pipeline along one axis of the mesh."""
     axis = pipeline_axis(mesh, request.stages)
     assert axis is not None, "no axis of the mesh is the pipeline's"
     ranks, inner = mesh.shape[axis], without_axis(mesh, axis)
@@ -297,3 +296,33 @@ def make_schedule(
         edges=staged.first.edges,
     )
     return generate(name, asked)
+
+
+def plan_pipeline_like(
+    program: Program,
+    mesh: Mesh,
+    options: Options,
+    like: Staged,
+    schedule: Schedule,
+    assignments: Sequence[Assignment],
+) -> PlannedPipeline:
+    """A pipeline for other shapes or modes of a model whose parameters lie already: same stages, same layouts."""
+    axis = pipeline_axis(mesh, len(like.stages))
+    assert axis is not None
+    rules, inner = options.rule_book(mesh), without_axis(mesh, axis)
+    layouts: dict[str, Layout] = {}
+    for stage, assignment in zip(like.stages, assignments, strict=True):
+        for item in stage.program.inputs:
+            if item.kind is InputKind.PARAMETER:
+                layouts[item.name] = assignment.inputs[item.node]
+    count = min(schedule.microbatches, max(1, batch_size(program)))
+    pieces = cut_microbatches(program, count, rules.rules_of)
+    staged = stage_program(pieces, cuts_like(anatomy(pieces.pieces[0]), like))
+    planned = plan_stages(staged, inner, replace(options, parameter_layouts=layouts, constraints=()))
+    name = schedule.name if schedule.synchronous else "1f1b"
+    return finished(mesh, axis, staged, planned, rules, options, PipelineRequest(len(like.stages), name, count))
+
+
+def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) -> PlannedPipeline:
+    """A given plan with stages, checked against the program and priced anew."""
+    raise PlanError("plans with stages cannot be followed yet", fix="plan again")

@@ -215,7 +215,10 @@ class _Assigner:
                 continue
             values = [node, *(user for user in node.users if is_getitem(user))]
             targets = {
-                self.stage[user] for value in values for user in value.users if user in self.stage and user not in values
+                self.stage[user]
+                for value in values
+                for user in value.users
+                if user in self.stage and user not in values
             }
             targets |= {stage for value in values for stage in wanted[value]}
             if targets and max(targets) < self.stage[node] and self._may_go_down(node, max(targets)):

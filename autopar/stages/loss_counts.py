@@ -43,6 +43,7 @@ class _Rewrite:
 
     def run(self) -> None:
         scores, target, weight, _, ignored = self.loss.args[:5]
+        assert not isinstance(self.loss.target, str)
         picked = self._op(self.loss.target, scores, target, weight, NO_REDUCTION, ignored)
         single = self._op(operator.getitem, picked, 0)
         count = self._count(target, weight, ignored)

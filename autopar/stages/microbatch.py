@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,8 +16,8 @@ from autopar.fake_calls import FakeCalls
 from autopar.passes.collectives import is_collective
 from autopar.passes.copy_graph import copy_node
 from autopar.passes.insert_moves import insert_moves
-from autopar.passes.moves import move
 from autopar.passes.localize import fake_mode_of, localize
+from autopar.passes.moves import move
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import REPLICATE, format_placement, is_partial, shard_dim
 from autopar.sharding.op_call import op_name, tensor_inputs
@@ -54,6 +55,7 @@ class Microbatches:
     early_values: tuple[EarlyValue, ...]
     inputs: Mapping[str, Placement]  # by placeholder
     outputs: tuple[Placement, ...]
+    layouts: TimeLayouts | None  # None: a single microbatch, the program as it is
 
     @property
     def count(self) -> int:
@@ -72,12 +74,18 @@ def batch_size(program: Program) -> int:
 def cut_microbatches(program: Program, microbatches: int, rules_of: RulesOf) -> Microbatches:
     """Cut a program over a whole batch into microbatches. Raises MicrobatchError where that would change its result."""
     if microbatches == 1:
-        count = len(program.outputs)
-        layouts = {item.node: REPLICATE for item in program.inputs}
-        return Microbatches(program, BatchCut((1,)), (program,), None, (), layouts, (REPLICATE,) * count)
+        return cut_as(program, BatchCut((1,)), None)
     cut = cut_batch(batch_size(program), microbatches)
-    counted = explicit_counts(program)
-    return _Cutter(counted, cut, time_layouts(counted, cut, rules_of)).run()
+    return cut_as(program, cut, time_layouts(explicit_counts(program), cut, rules_of))
+
+
+def cut_as(program: Program, cut: BatchCut, layouts: TimeLayouts | None) -> Microbatches:
+    """The microbatches of a program under layouts that were found already."""
+    if layouts is None:
+        inputs = {item.node: REPLICATE for item in program.inputs}
+        outputs = (REPLICATE,) * len(program.outputs)
+        return Microbatches(program, cut, (program,), None, (), inputs, outputs, None)
+    return _Cutter(explicit_counts(program), cut, layouts).run()
 
 
 class _Cutter:
@@ -110,6 +118,7 @@ class _Cutter:
             early_values=tuple(EarlyValue(name, node) for (node, _), name in values.items()),
             inputs={name: layout[0] for name, layout in assignment.inputs.items()},
             outputs=outputs,
+            layouts=self.layouts,
         )
 
     @property
@@ -241,11 +250,12 @@ def _knows_its_place(node: fx.Node, layouts: TimeLayouts) -> bool:
     """Whether the local op differs between microbatches of one length: by where their samples lie in the batch."""
     if node.target is move:
         return True
-    if node.op != "call_function" or is_getitem(node):
+    if node.op != "call_function" or is_getitem(node) or isinstance(node.target, str):
         return False
     name = op_name(node.target)
     if name.startswith("autopar.attention"):
-        return node.args[-6] > 0.0  # type: ignore[operator] - dropout_p
+        dropout_p: Any = node.args[-6]
+        return bool(dropout_p > 0)
     return name.startswith("autopar.random") or layouts.rules[node.name].form == OFFSET
 
 

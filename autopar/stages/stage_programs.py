@@ -266,4 +266,6 @@ class _Stage:
 
 def nodes_of(stage: StageProgram) -> Iterator[fx.Node]:
     """The ops of a stage."""
-    return (node for node in stage.program.graph_module.graph.nodes if node.op == "call_function" and not is_getitem(node))
+    return (
+        node for node in stage.program.graph_module.graph.nodes if node.op == "call_function" and not is_getitem(node)
+    )

@@ -21,6 +21,7 @@ from autopar.sharding.assignment import is_getitem
 from autopar.sharding.layout import REPLICATE, shard_dim
 from autopar.sharding.op_call import OpCall, call_of, op_name, tensor_inputs
 from autopar.sharding.rule import Rule, replicate_rule
+from autopar.sharding.rules.creation import OFFSET
 from autopar.stages.sizes import BatchCut
 
 RulesOf = Callable[[OpCall], tuple[Rule, ...]]
@@ -49,11 +50,13 @@ def time_layouts(program: Program, cut: BatchCut, rules_of: RulesOf) -> TimeLayo
 
 def _is_zero(node: fx.Node) -> bool:
     """Whether a value is zero by the op that makes it."""
-    name = op_name(node.target) if node.op == "call_function" else ""
+    if node.op != "call_function" or isinstance(node.target, str):
+        return False
+    name = op_name(node.target)
     if name.startswith(("aten.zeros", "aten.new_zeros")):
         return True
     position = {"aten.scalar_tensor.default": 0, "aten.full.default": 1, "aten.full_like.default": 1}.get(name)
-    return position is not None and node.args[position] == 0
+    return position is not None and node.args[position] in (0, 0.0)
 
 
 class _Search:
@@ -162,7 +165,11 @@ class _Search:
         pairs = zip((*call.inputs, *call.outputs), (*rule.inputs, *rule.outputs), strict=True)
         for spec, placement in pairs:
             dim = shard_dim(placement)
-            if spec is not None and dim is not None and (dim >= len(spec.shape) or not self.cut.can_cut(spec.shape[dim])):
+            if (
+                spec is not None
+                and dim is not None
+                and (dim >= len(spec.shape) or not self.cut.can_cut(spec.shape[dim]))
+            ):
                 return False
         return True
 
@@ -193,16 +200,18 @@ class _Search:
                     wanted[source].add(placement)
 
     def _specialize(self, node: fx.Node, wanted: set[Placement]) -> None:
-        if node in self.known or self.placed[node] != REPLICATE or len(wanted) != 1:
+        if self.placed[node] != REPLICATE or len(wanted) != 1:
             return
         (part,) = wanted
         if shard_dim(part) is None:
             return
         sources = tensor_inputs(node)
         for rule in self._local_rules(call_of(node)):
-            if rule.outputs == (part,) and self._cost(rule, sources) is not None:
-                self.rules[node], self.placed[node] = rule, part
-                return
+            cost = self._cost(rule, sources)
+            if rule.outputs != (part,) or cost is None or (node in self.known and (cost or rule.form == OFFSET)):
+                continue  # what is known, and differs from microbatch to microbatch, is rather computed once
+            self.rules[node], self.placed[node] = rule, part
+            return
 
     def result(self) -> TimeLayouts:
         """Early are the known values that a reader wants otherwise than a microbatch makes them."""

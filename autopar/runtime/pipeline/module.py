@@ -171,9 +171,7 @@ class PipelineModule(ParallelModule):
             )
         seed = self.next_seed
         self._session.calls += 1
-        worker = bound.worker(
-            user_tensors(args, kwargs), self._parameters_by_name(), dict(self.named_buffers()), seed
-        )
+        worker = bound.worker(user_tensors(args, kwargs), self._parameters_by_name(), dict(self.named_buffers()), seed)
         call = _Call(self, bound, worker)
         trains = bound.has_gradients and torch.is_grad_enabled()
         if trains:
@@ -183,6 +181,36 @@ class PipelineModule(ParallelModule):
             with torch.no_grad():
                 outputs = call.run_forward()
         return self._result(bound, outputs)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of all parameters, of all stages, in full on every rank: for comparing and debugging."""
+        place = self._session.place
+        own = dict(self.named_parameters())
+        found = {}
+        for name, rank in self._holders().items():
+            held = own.get(name)
+            has = torch.tensor(int(held is not None and held.grad is not None), device=self._session.mesh.device_type)
+            if not int(place.broadcast(has, rank)):
+                continue
+            if place.rank == rank:
+                assert held is not None
+                full = cast(DTensor, held.grad).full_tensor().contiguous()
+            else:
+                shape = dict(self._session.model.named_parameters())[name]
+                full = torch.empty(shape.shape, dtype=shape.dtype, device=self._session.mesh.device_type)
+            found[name] = place.broadcast(full, rank)
+        return found
+
+    def _holders(self) -> dict[str, int]:
+        """By parameter, the first pipeline rank that holds it."""
+        step = self._first.step
+        ranks = {
+            item.name: step.schedule.rank_of(stage.index)
+            for stage in reversed(step.staged.stages)
+            for item in stage.program.inputs
+            if item.kind is InputKind.PARAMETER
+        }
+        return {name: ranks.get(name, 0) for name, _ in self._session.model.named_parameters()}
 
     def _result(self, bound: BoundPipeline, outputs: tuple[Tensor, ...]) -> Any:
         program = bound.step.staged.program
@@ -195,7 +223,9 @@ class PipelineModule(ParallelModule):
                 leaves.append(leaf)
                 continue
             key = keys[leaf.index]
-            leaves.append(by_key[key] if key in by_key else OmittedOutput(key[1], _ELSEWHERE))
+            leaves.append(
+                by_key[key] if key in by_key else OmittedOutput(key[1], "tensor on the ranks of its stage", _ELSEWHERE)
+            )
         return pytree.tree_unflatten(leaves, program.output_spec)
 
     def _is_given(self, bound: BoundPipeline, kind: OutputKind) -> bool:
@@ -245,7 +275,7 @@ class PipelineModule(ParallelModule):
             for item in stage.program.inputs
             if item.kind is InputKind.PARAMETER
         }
-        for name, parameter in model.named_parameters():  # what no stage reads stays on the first
+        for name, _ in model.named_parameters():  # what no stage reads stays on the first
             if name not in owners and place.rank == 0:
                 layouts[name] = replicated(mesh.ndim)
         made = initialise(model, mesh, layouts, torch.initial_seed()) if is_meta(model) else None
@@ -274,7 +304,7 @@ class PipelineModule(ParallelModule):
         return f"PipelineModule({type(session.model).__name__}, mesh={tuple(session.mesh.shape)}, stages={stages})"
 
 
-_ELSEWHERE = "tensor that is on the ranks of its stage: call inside `with pmodel.outputs_everywhere()`"
+_ELSEWHERE = "call the module inside `with pmodel.outputs_everywhere():`, which gives it to every rank"
 
 
 def _from_first_of_all(value: Tensor, mesh: DeviceMesh) -> Tensor:

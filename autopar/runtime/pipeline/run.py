@@ -96,7 +96,6 @@ class BoundPipeline:
 
     def everywhere(self, worker: Worker, key: OutputKey) -> Tensor:
         """An output in full on every rank: computed by the ranks of its stage, given to those of the others."""
-        kind, name = key
         home = self.step.staged.homes[key][-1]
         rank = self.step.schedule.rank_of(home)
         program = self.step.staged.program

@@ -63,9 +63,7 @@ class VirtualPipeline:
                     for tracker, part in zip(lanes.memory.trackers, value, strict=True):
                         tracker.hold([part])
 
-    def batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, tangents: Mapping[str, Tensor]
-    ) -> Batch:
+    def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, tangents: Mapping[str, Tensor]) -> Batch:
         """The batch of a call."""
         inputs = {name: tensor.detach() for name, tensor in tensor_leaves(args, kwargs).items()}
         number = torch.tensor(seed, dtype=torch.int64)

@@ -184,9 +184,7 @@ class Worker:
         split = variant.split
         results = self.lanes.run([lane.of_inputs for lane in split], inputs)
         urgent = split[0].urgent
-        self._deliver(
-            variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(urgent)}
-        )
+        self._deliver(variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(urgent)})
         kept = {name: [lane[len(urgent) + at] for lane in results] for at, name in enumerate(split[0].kept)}
         self.kept[stage, item] = _without_weights(variant, kept)
 
@@ -199,13 +197,9 @@ class Worker:
         values = [kept.pop(name) if name in kept else self._bound(variant, stage, name, item) for name in split[0].kept]
         results = self.lanes.run([lane.of_weights for lane in split], _by_lane(values, len(variant.lanes)))
         others = [index for index in range(len(variant.gradients)) if index not in split[0].urgent]
-        self._deliver(
-            variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(others)}
-        )
+        self._deliver(variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(others)})
 
-    def _deliver(
-        self, variant: StageVariant, stage: int, item: int, values: Mapping[int, Iterable[Tensor]]
-    ) -> None:
+    def _deliver(self, variant: StageVariant, stage: int, item: int, values: Mapping[int, Iterable[Tensor]]) -> None:
         """Hand gradients on to other stages, or add them to those of earlier microbatches."""
         between: dict[str, Value] = {}
         for index, lanes in values.items():
