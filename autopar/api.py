@@ -27,7 +27,14 @@ from autopar.arguments import (
 )
 from autopar.capture.program import Program
 from autopar.capture.trace import Model, as_module, capture, tensor_leaves
-from autopar.compiler import Compiler, StagedCompiler, pipeline_or_follow, pipeline_step, plan_or_follow
+from autopar.compiler import (
+    Compiler,
+    StagedCompiler,
+    part_to_capture,
+    pipeline_or_follow,
+    pipeline_step,
+    plan_or_follow,
+)
 from autopar.errors import MeshError, UnsupportedOptionError
 from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
@@ -89,7 +96,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         options = make_options(search, memory_limit_bytes, optimizer, constraints)
         inputs = None if example_inputs is None else call_arguments(example_inputs)
         request = make_request(stages, schedule, microbatches)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request, optimizer)
 
     return _compiled(mesh, _agreed(mesh, read))
 
@@ -106,7 +113,8 @@ def _compiled(mesh: DeviceMesh, agreed: _Agreed) -> ParallelModule:
             fix="give autopar.compile example_inputs",
         )
     staged = StagedCompiler(given.mesh, given.options, given.request, agreed.ranks, given.plan)
-    return PipelineModule(given.model, mesh, staged, agreed.axis, example_inputs=given.inputs)
+    factory = given.optimizer
+    return PipelineModule(given.model, mesh, staged, agreed.axis, example_inputs=given.inputs, optimizer=factory)
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,7 @@ class _Given:
     plan: Plan | None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
     request: PipelineRequest
+    optimizer: OptimizerFactory | None = None
 
     @property
     def axis(self) -> int | None:
@@ -180,7 +189,8 @@ def make_plan(
     refuse_unsupported(precision=precision, backend=backend)
     view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
     staged = wants_pipeline(view, request, given) is not None
-    program = capture(as_module(model), *call_arguments(example_inputs), device=view.device_type)
+    args, kwargs = part_to_capture(request, *call_arguments(example_inputs))
+    program = capture(as_module(model), args, kwargs, device=view.device_type)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
     if staged:
         return pipeline_or_follow(program, view, options, request, plan=given).plan
@@ -270,6 +280,7 @@ def _run_virtual(given: _Given) -> tuple[VirtualRun, Program, Plan]:
     assert given.inputs is not None
     args, kwargs = given.inputs
     is_staged = given.axis is not None
+    _refuse_asynchronous(given.request)
     program = capture(given.model, args, kwargs, device="cpu")
     if is_staged:
         staged = pipeline_or_follow(program, given.mesh, given.options, given.request, plan=given.plan)
@@ -278,6 +289,14 @@ def _run_virtual(given: _Given) -> tuple[VirtualRun, Program, Plan]:
     planned = plan_or_follow(program, given.mesh, given.options, given.plan)
     run = run_virtual_step(given.model, program, planned.assignment, given.mesh.shape, args, kwargs, seed=SEED)
     return run, program, planned.plan
+
+
+def _refuse_asynchronous(request: PipelineRequest) -> None:
+    if request.is_asynchronous:
+        raise UnsupportedOptionError(
+            f"{request.schedule} has no step of a single device that it could be compared with",
+            fix="verify with a synchronous schedule; train with compile(...).train_step(*inputs)",
+        )
 
 
 def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
@@ -290,6 +309,7 @@ def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = S
 def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, tolerance: float | None) -> Report:
     agreed = _agreed(mesh, read)
     given = agreed.given
+    _refuse_asynchronous(given.request)
     args, kwargs = call_arguments(inputs)
     pmodel = _compiled(mesh, agreed)
     program, seed = pmodel.program, pmodel.next_seed

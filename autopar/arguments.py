@@ -64,7 +64,13 @@ def make_request(stages: int | None, schedule: str | None, microbatches: int | N
             raise UnsupportedOptionError(f"{name}={value!r} is not a number of {name}", fix="give a number from 1 on")
     if schedule is not None and schedule not in GENERATORS:
         raise UnsupportedOptionError(f"there is no schedule {schedule!r}", fix=f"use one of {', '.join(GENERATORS)}")
-    return PipelineRequest(stages, schedule, microbatches)
+    request = PipelineRequest(stages, schedule, microbatches)
+    if request.is_asynchronous and microbatches is None:
+        raise UnsupportedOptionError(
+            f"{schedule} updates the weights after microbatches, and is not told how many a batch has",
+            fix="give microbatches=",
+        )
+    return request
 
 
 def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> int | None:

@@ -31,6 +31,7 @@ from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.inputs import first_microbatch
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
 from autopar.runtime.step import CompiledStep
@@ -39,7 +40,7 @@ from autopar.sharding.discovery.book import Known, RuleBook
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.layout import Layout
 from autopar.sharding.op_call import OpCall, call_of
-from autopar.stages.microbatch import cut_as
+from autopar.stages.microbatch import cut_as, independent_microbatches
 from autopar.stages.staged import stage_program
 
 
@@ -137,12 +138,26 @@ class StagedCompiler:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: PipelineStep | None
     ) -> CompiledPipeline:
         """Capture, plan and stage one program; see `PipelineCompiler`."""
-        program = self.ranks.all_succeed(lambda: capture(model, args, kwargs, device=self.mesh.device_type))
+        request = self.request
+
+        def captured() -> Program:
+            return capture(model, *part_to_capture(request, args, kwargs, like), device=self.mesh.device_type)
+
+        program = self.ranks.all_succeed(captured)
         text = self.ranks.first_decides(lambda: _packed(self._planned(program, like)))
         return self.ranks.all_succeed(lambda: _staged(program, text))
 
     def _planned(self, program: Program, like: PipelineStep | None) -> PlannedPipeline:
         return pipeline_or_follow(program, self.mesh, self.options, self.request, plan=self.plan, like=like)
+
+
+def part_to_capture(
+    request: PipelineRequest, args: tuple[Any, ...], kwargs: dict[str, Any], like: PipelineStep | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The part of a call of which a pipeline's program is made: all of it, but one microbatch where each is a batch."""
+    if not request.is_asynchronous or like is not None:
+        return args, kwargs
+    return first_microbatch(args, kwargs, request.microbatches or request.stages or 1)
 
 
 def pipeline_or_follow(
@@ -174,7 +189,11 @@ def _packed(planned: PlannedPipeline) -> str:
 def _staged(program: Program, text: str) -> CompiledPipeline:
     """The pipeline that the first rank sent: the ranks of one job trust each other, as in torch.distributed."""
     cut, layouts, cuts, schedule, assignments, axis, plan = pickle.loads(base64.b64decode(text))
-    staged = stage_program(cut_as(program, cut, layouts), cuts)
+    if schedule.synchronous:
+        pieces = cut_as(program, cut, layouts)
+    else:
+        pieces = independent_microbatches(program, schedule.microbatches)
+    staged = stage_program(pieces, cuts)
     return CompiledPipeline(PipelineStep(staged, schedule, assignments, axis), plan)
 
 

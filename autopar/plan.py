@@ -16,75 +16,19 @@ from typing import Any
 from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import expand_key, fold_keys
+from autopar.plan_entries import OpWithoutRule, Pipeline, PlanEntry, layout_texts
 from autopar.search import Problem, memory_frontier, undominated
-from autopar.sharding.layout import Layout, format_layout, parse_layout
+from autopar.sharding.layout import format_layout, parse_layout
 from autopar.version import __version__
 
 SCHEMA = 2
 RESIDENCIES = ("keep", "recompute")
+PIPELINE_NUMBERS = ("axis", "microbatches", "virtual_stages", "bubble")
+STAGE_NUMBERS = (
+    "number", "rank", "forward_s", "backward_input_s", "backward_weight_s", "in_flight", "activation_bytes",
+    "sent_bytes",
+)  # fmt: skip
 _REWRITE = "give a file that plan.save wrote, or compare with one"
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCost:
-    """One collective (or local slice) that a decision's inputs need before it can run."""
-
-    collective: str
-    axis: int
-    bytes: int  # of the full tensor over the axis' group
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One decision: the layouts of its inputs and outputs, and what it costs on one rank.
-
-    A gradient has no entry: it takes its parameter's layout.
-    """
-
-    key: str  # a parameter's name, `input:0`, or `module/op#occurrence`
-    kind: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    module: str = ""
-    where: str = ""  # the user's line
-    seconds: float = 0.0
-    bytes: int = 0  # of its outputs on the largest shard
-    moves: tuple[MoveCost, ...] = ()
-    residency: str = ""  # of a value that the backward needs: keep or recompute; keep a parameter's gathered copy
-
-    def signature(self) -> tuple[str, ...]:
-        """What it decides as text: what two entries must share to be folded into one line."""
-        usual = "" if self.kind == "parameter" else "keep"
-        again = () if self.residency in ("", usual) else (self.residency,)
-        return (self.kind, *_texts(self.inputs), "->", *_texts(self.outputs), *again)
-
-
-@dataclass(frozen=True, slots=True)
-class OpWithoutRule:
-    """An op for which nobody wrote a rule: the rules that were discovered for it, or why it runs replicated."""
-
-    op: str
-    uses: int
-    rules: tuple[str, ...] = ()  # as `S0, R -> P`
-    why: str = ""  # there are none
-    where: str = ""  # the user's line of the first use
-
-
-def _texts(layouts: tuple[Layout, ...]) -> list[str]:
-    return [format_layout(layout) for layout in layouts]
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """How the stages of a plan run. `axis`: of the mesh, along which they lie. `bubble`: the share of the step, over
-    all ranks, in which none computes, as simulated."""
-
-    axis: int
-    schedule: str
-    microbatches: int
-    virtual_stages: int = 1  # of each rank
-    bubble: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -301,12 +245,25 @@ class Plan:
                 "decisions": self.hash,
             },
             **sections,
+            **({"pipeline": self._pipeline_json()} if self.pipeline is not None else {}),
             "residency": self._residency_json(),
             "without_rule": [
                 {"op": it.op, "uses": it.uses, "rules": list(it.rules), "why": it.why, "where": it.where}
                 for it in self.without_rule
             ],
         }
+
+    def _pipeline_json(self) -> dict[str, Any]:
+        assert self.pipeline is not None
+        stages = [
+            {
+                **{name: getattr(stage, name) for name in STAGE_NUMBERS},
+                "starts": stage.starts,
+                "plan": stage.plan.to_json(),
+            }
+            for stage in self.stages
+        ]
+        return {**{name: getattr(self.pipeline, name) for name in ("schedule", *PIPELINE_NUMBERS)}, "stages": stages}
 
     def _residency_json(self) -> dict[str, str]:
         """What happens to the values of the forward that the backward needs; what is not listed is kept, if needed."""
@@ -334,7 +291,7 @@ def _section(kind: str) -> str:
 
 def _entry_json(entry: PlanEntry) -> Any:
     if entry.kind == "op":
-        return f"{' '.join(_texts(entry.inputs))} -> {' '.join(_texts(entry.outputs))}".strip()
+        return f"{' '.join(layout_texts(entry.inputs))} -> {' '.join(layout_texts(entry.outputs))}".strip()
     return format_layout(entry.outputs[0])
 
 
@@ -390,12 +347,37 @@ class _Reader:
             bound=self.number(search, "bound"),
             version=self.field(self.data, "version", str),
             without_rule=self.without_rule(),
+            **self.pipeline(len(shape)),
         )
         if predicted.get("decisions") != plan.hash:
             return plan.repriced(
                 notes=("edited since it was priced: its costs are computed again when it is compiled",)
             )
         return plan
+
+    def pipeline(self, axes: int) -> dict[str, Any]:
+        """The stages, if there are any."""
+        if "pipeline" not in self.data:
+            return {}
+        found = self.field(self.data, "pipeline", dict)
+        numbers = {name: self.number(found, name) for name in PIPELINE_NUMBERS}
+        whole = {name: int(numbers[name]) for name in PIPELINE_NUMBERS if name != "bubble"}
+        if whole["axis"] >= axes or whole["microbatches"] < 1 or whole["virtual_stages"] < 1:
+            raise PlanFormatError(f"a pipeline of {whole} on a mesh of {axes} axes", where="pipeline")
+        pipeline = Pipeline(schedule=self.field(found, "schedule", str), bubble=numbers["bubble"], **whole)
+        stages = [self.stage(number, item) for number, item in enumerate(self.field(found, "stages", list))]
+        if not stages:
+            raise PlanFormatError("a pipeline without stages", where="pipeline")
+        return {"pipeline": pipeline, "stages": tuple(stages)}
+
+    def stage(self, number: int, item: Any) -> StagePlan:
+        if not isinstance(item, dict):
+            raise PlanFormatError(f"stage {number} is {item!r}, expected a dict", where="pipeline")
+        numbers = {name: self.number(item, name) for name in STAGE_NUMBERS}
+        exact: dict[str, Any] = {name: value if name.endswith("_s") else int(value) for name, value in numbers.items()}
+        if exact["number"] != number:
+            raise PlanFormatError(f"stage {exact['number']} stands at place {number}", where="pipeline")
+        return StagePlan(starts=self.field(item, "starts", str), plan=Plan.from_json(item.get("plan")), **exact)
 
     def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
         found = self.field(predicted, "memory", dict)

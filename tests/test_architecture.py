@@ -32,7 +32,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
     "report": {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
-    "plan": {"folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
+    "plan_entries": {"sharding"},
+    "plan": {"plan_entries", "folding", "sharding", "mesh", "report", "search", "cost_models", "schedules"},
     "stages": FOUNDATION | {"capture", "sharding", "passes"},  # a program cut along time and depth: never prices
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from autopar.cost_models.simulator import StepOps
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram, emit_ranks
-from autopar.plan import MoveCost, OpWithoutRule, PlanEntry
+from autopar.plan_entries import MoveCost, OpWithoutRule, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision, Optimizer
 from autopar.planner.emitted_ops import emitted_ops

@@ -5,20 +5,25 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
-from autopar.capture.program import InputKind, OutputKind, Program
+from autopar.capture.program import BETWEEN_STAGES, InputKind, OutputKind, Program
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links
-from autopar.errors import ConstraintError, MeshError, MicrobatchError, PlanError
+from autopar.errors import ConstraintError, InputError, MemoryLimitError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
-from autopar.plan import Pipeline, Plan, StagePlan
+from autopar.plan import Plan, StagePlan
+from autopar.plan_entries import Pipeline
+from autopar.planner.build import PlanningProblem
 from autopar.planner.constraints import Constraint
 from autopar.planner.cuts import balanced_cuts, cuts_like, places
 from autopar.planner.decisions import result_key
-from autopar.planner.make import Options, Planned, plan_program, program_hash
+from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
 from autopar.planner.prices import Prices
+from autopar.planner.residency import Residency
+from autopar.planner.resolve import residency_of, resolve
 from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
@@ -27,12 +32,13 @@ from autopar.schedules.timing import bubble_fraction, simulate_schedule
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import Layout
-from autopar.stages.assign import anatomy
-from autopar.stages.microbatch import batch_size, cut_microbatches
+from autopar.stages.assign import Anatomy, anatomy
+from autopar.stages.microbatch import Microbatches, batch_size, cut_microbatches, independent_microbatches
 from autopar.stages.stage_programs import StageProgram
 from autopar.stages.staged import Staged, stage_program
 
 V_SHAPED = ("zb-v",)
+FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
 PIPELINE_AXES = ("pp", "pipe", "pipeline", "stage")
 
 
@@ -43,6 +49,11 @@ class PipelineRequest:
     stages: int | None = None
     schedule: str | None = None
     microbatches: int | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights are updated between microbatches, which are then batches of their own."""
+        return self.schedule is not None and self.schedule.startswith("pipedream")
 
     @property
     def text(self) -> str:
@@ -75,14 +86,23 @@ def without_axis(mesh: Mesh, axis: int) -> Mesh:
 
 def cut_evenly(program: Program, mesh: Mesh, stages: int, microbatches: int, rules: RuleBook) -> Staged:
     """Microbatches, and stages of equal time by the planner's prices."""
-    pieces = cut_microbatches(program, microbatches, rules.rules_of)
+    return cut_at_equal_times(cut_microbatches(program, microbatches, rules.rules_of), mesh, stages)
+
+
+def cut_at_equal_times(pieces: Microbatches, mesh: Mesh, stages: int) -> Staged:
+    """Stages of equal time by the planner's prices."""
     found = anatomy(pieces.pieces[0])
     cuts = balanced_cuts(places(found, Prices(mesh)), stages, [1.0] * stages) if stages > 1 else ()
     return stage_program(pieces, cuts)
 
 
-def plan_stages(staged: Staged, mesh: Mesh, options: Options) -> tuple[Planned, ...]:
-    """A plan for each stage on its own mesh; what goes between two of them lies the same on both sides."""
+def plan_stages(
+    staged: Staged, mesh: Mesh, options: Options, limits_bytes: Sequence[int] | None = None
+) -> tuple[Planned, ...]:
+    """A plan for each stage on its own mesh; what goes between two of them lies the same on both sides.
+
+    `limits_bytes`: of each stage, for one microbatch.
+    """
     boundary: dict[str, Layout] = {}
     shared: dict[str, Layout] = {}
     found = []
@@ -93,7 +113,14 @@ def plan_stages(staged: Staged, mesh: Mesh, options: Options) -> tuple[Planned, 
         planned = plan_program(
             stage.program,
             mesh,
-            replace(options, constraints=own, parameter_layouts=fixed or None, boundary_layouts=known),
+            replace(
+                options,
+                constraints=own,
+                parameter_layouts=fixed or None,
+                boundary_layouts=known,
+                time_limit_s=options.time_limit_s / len(staged.stages),
+                memory_limit_bytes=options.memory_limit_bytes if limits_bytes is None else limits_bytes[stage.index],
+            ),
         )
         found.append(planned)
         boundary.update(offered_layouts(stage.program, planned))
@@ -157,10 +184,12 @@ class PlannedPipeline:
     stages: tuple[Planned, ...]
     rules: RuleBook  # of the whole program
     axis: int
+    stage_peaks: tuple[int, ...]  # bytes of each stage on its ranks, all its microbatches in flight included
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:
     """Plan a program as a pipeline along one axis of the mesh."""
+    _refuse_input_gradients(program)
     axis = pipeline_axis(mesh, request.stages)
     assert axis is not None, "no axis of the mesh is the pipeline's"
     ranks, inner = mesh.shape[axis], without_axis(mesh, axis)
@@ -172,12 +201,44 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
         )
     rules = options.rule_book(mesh)
     staged = _staged(program, inner, stages, request, rules)
-    planned = plan_stages(staged, inner, options)
-    return finished(mesh, axis, staged, planned, rules, options, request)
+    result = finished(mesh, axis, staged, plan_stages(staged, inner, options), rules, options, request)
+    for _ in range(FITTING_ROUNDS):
+        if result.plan.peak_bytes <= options.limit(mesh):
+            break
+        limits = _tighter(result, options.limit(mesh))
+        result = finished(mesh, axis, staged, plan_stages(staged, inner, options, limits), rules, options, request)
+    if result.plan.peak_bytes > options.limit(mesh):
+        raise MemoryLimitError(
+            f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "
+            f"{options.limit(mesh)} are allowed",
+            fix="use more microbatches, more stages, or 1f1b, which holds the fewest",
+        )
+    return result
+
+
+def _tighter(result: PlannedPipeline, limit_bytes: int) -> list[int]:
+    """What each stage may hold for one microbatch, so that its rank keeps to the limit with all that are in flight."""
+    used = [0] * len(result.schedule.ranks)
+    for stage, peak in zip(result.plan.stages, result.stage_peaks, strict=True):
+        used[stage.rank] += peak
+    return [
+        max(1, int(stage.plan.peak_bytes * limit_bytes / used[stage.rank]))
+        if used[stage.rank] > limit_bytes
+        else stage.plan.peak_bytes + (limit_bytes - used[stage.rank]) // result.schedule.virtual_stages
+        for stage in result.plan.stages
+    ]
 
 
 def _staged(program: Program, mesh: Mesh, stages: int, request: PipelineRequest, rules: RuleBook) -> Staged:
-    """With the microbatches asked for, or as many as two per stage where the program can be cut so."""
+    """With the microbatches asked for, or as many as two per stage where the program can be cut so.
+
+    For an asynchronous schedule `program` is that of one microbatch.
+    """
+    if request.is_asynchronous:
+        pieces = independent_microbatches(program, request.microbatches or stages)
+        staged = cut_at_equal_times(pieces, mesh, stages)
+        _refuse_shared(staged, request)
+        return staged
     if request.microbatches is not None:
         return cut_evenly(program, mesh, stages, request.microbatches, rules)
     size = batch_size(program)
@@ -188,6 +249,31 @@ def _staged(program: Program, mesh: Mesh, stages: int, request: PipelineRequest,
         except MicrobatchError:
             break
     return cut_evenly(program, mesh, stages, 1, rules)
+
+
+def _refuse_input_gradients(program: Program) -> None:
+    for output in program.outputs:
+        if output.kind is OutputKind.GRADIENT and output.name.startswith("input:"):
+            raise InputError(
+                f"{output.name.removeprefix('input:')!r} requires a gradient, which a pipeline does not return",
+                fix="detach it, or compute what leads to it inside of the model",
+            )
+
+
+def _refuse_shared(staged: Staged, request: PipelineRequest) -> None:
+    losses = [output for output in staged.program.outputs if output.kind is OutputKind.LOSS]
+    if len(losses) != 1:
+        raise PlanError(
+            f"{request.schedule} needs the loss inside of the model: microbatches go back as soon as they are through",
+            fix="return the loss from the model, or use a synchronous schedule",
+        )
+    if staged.first.shared:
+        name, stages = next(iter(staged.first.shared.items()))
+        raise PlanError(
+            f"{name!r} is shared by stages {', '.join(map(str, stages))}, which {request.schedule} updates at "
+            "different times",
+            fix="use a synchronous schedule, or untie the parameter",
+        )
 
 
 def finished(
@@ -206,9 +292,8 @@ def finished(
     schedule = make_schedule(staged, ranks, costs, options.limit(mesh), request)
     simulation = simulate_schedule(schedule, dict(enumerate(item.times for item in costs)))
     in_flight = [_in_flight(schedule, stage) for stage in range(len(planned))]
-    peak = max(
-        sum(costs[stage].peak_bytes(in_flight[stage]) for stage in schedule.stages_of(rank)) for rank in range(ranks)
-    )
+    peaks = [cost.peak_bytes(count) for cost, count in zip(costs, in_flight, strict=True)]
+    peak = max(sum(peaks[stage] for stage in schedule.stages_of(rank)) for rank in range(ranks))
     limit = options.limit(mesh)
     starts = [found.meta["key"] for found in _starts(staged)]
     plan = Plan(
@@ -244,7 +329,7 @@ def finished(
             axis, schedule.name, schedule.microbatches, schedule.virtual_stages, bubble_fraction(simulation)
         ),
     )
-    return PlannedPipeline(plan, staged, schedule, planned, rules, axis)
+    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, tuple(peaks))
 
 
 def _starts(staged: Staged) -> list[fx.Node]:
@@ -325,4 +410,56 @@ def plan_pipeline_like(
 
 def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) -> PlannedPipeline:
     """A given plan with stages, checked against the program and priced anew."""
-    raise PlanError("plans with stages cannot be followed yet", fix="plan again")
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    if plan.mesh_shape != mesh.shape:
+        raise PlanError(
+            f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {mesh.shape}", fix="plan again for this mesh"
+        )
+    request = PipelineRequest(len(plan.stages), pipeline.schedule, pipeline.microbatches)
+    rules, inner = options.rule_book(mesh), without_axis(mesh, pipeline.axis)
+    if request.is_asynchronous:
+        pieces = independent_microbatches(program, pipeline.microbatches)
+    else:
+        pieces = cut_microbatches(program, pipeline.microbatches, rules.rules_of)
+    staged = stage_program(pieces, _cuts_at(anatomy(pieces.pieces[0]), plan))
+    layouts = _boundary_of(plan)
+    planned = tuple(
+        price_choice(stage.program, inner, options, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
+        for stage, own in zip(staged.stages, plan.stages, strict=True)
+    )
+    return finished(mesh, pipeline.axis, staged, planned, rules, options, request)
+
+
+def _picked(
+    planning: PlanningProblem, *, plan: Plan, layouts: Mapping[str, Layout]
+) -> tuple[tuple[int, ...], Residency]:
+    return resolve(planning, plan, layouts), residency_of(planning.decisions, plan)
+
+
+def _cuts_at(found: Anatomy, plan: Plan) -> tuple[int, ...]:
+    """The places at which a plan's stages begin. Raises PlanError where the program has no such op."""
+    places_by_key = {node.meta["key"]: index for index, node in enumerate(found.forward)}
+    cuts = []
+    for stage in plan.stages[1:]:
+        if stage.starts not in places_by_key:
+            raise PlanError(
+                f"the plan begins stage {stage.number} at {stage.starts!r}, which this program does not have",
+                fix="plan again: the model, the shapes of its inputs or train/eval mode differ",
+            )
+        cuts.append(places_by_key[stage.starts])
+    if cuts != sorted(set(cuts)):
+        raise PlanError("the plan's stages do not follow each other", fix="plan again")
+    return tuple(cuts)
+
+
+def _boundary_of(plan: Plan) -> dict[str, Layout]:
+    """How values leave each stage: as the stage that reads them takes them."""
+    layouts: dict[str, Layout] = {}
+    for entry in plan.every_entry:
+        kind, _, name = entry.key.partition(":")
+        if kind == "arriving":
+            layouts[f"leaving:{name}"] = entry.outputs[0]
+        elif kind == "tangent" and name.startswith(BETWEEN_STAGES):
+            layouts[f"gradient:{name}"] = entry.outputs[0]
+    return layouts

@@ -15,7 +15,8 @@ from autopar.folding import fold_keys
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
-    from autopar.plan import MoveCost, OpWithoutRule, Plan, PlanEntry
+    from autopar.plan import Plan
+    from autopar.plan_entries import MoveCost, OpWithoutRule, PlanEntry
 
 WIDTH = 118
 RULES_SHOWN = 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput
@@ -55,7 +56,8 @@ class Microbatches:
     early_values: tuple[EarlyValue, ...]
     inputs: Mapping[str, Placement]  # by placeholder
     outputs: tuple[Placement, ...]
-    layouts: TimeLayouts | None  # None: a single microbatch, the program as it is
+    layouts: TimeLayouts | None  # None: every piece is the program as it is
+    independent: bool = False  # each microbatch is a batch of its own, with its own loss, random numbers and update
 
     @property
     def count(self) -> int:
@@ -86,6 +88,27 @@ def cut_as(program: Program, cut: BatchCut, layouts: TimeLayouts | None) -> Micr
         outputs = (REPLICATE,) * len(program.outputs)
         return Microbatches(program, cut, (program,), None, (), inputs, outputs, None)
     return _Cutter(explicit_counts(program), cut, layouts).run()
+
+
+def independent_microbatches(program: Program, count: int) -> Microbatches:
+    """Microbatches that are batches of their own: `program` is captured on the first of them.
+
+    Losses and gradients are added up, outputs joined; what each makes of a buffer is the next one's to read.
+    """
+    size = batch_size(program)
+    nodes = {node.name: node for node in program.graph_module.graph.nodes if node.op == "placeholder"}
+    inputs: dict[str, Placement] = {}
+    for item in program.inputs:
+        shape = tuple(nodes[item.node].meta["val"].shape)
+        batched = item.kind is InputKind.INPUT and shape[:1] == (size,)
+        inputs[item.node] = Shard(0) if batched else REPLICATE
+    outputs: list[Placement] = []
+    for output, node in zip(program.outputs, program.results, strict=True):
+        joined = output.kind is OutputKind.OUTPUT and tuple(node.meta["val"].shape[:1]) == (size,)
+        added = output.kind in (OutputKind.LOSS, OutputKind.GRADIENT)
+        outputs.append(Shard(0) if joined else Partial() if added else REPLICATE)
+    cut = BatchCut((size,) * count)
+    return Microbatches(program, cut, (program,) * count, None, (), inputs, tuple(outputs), None, independent=True)
 
 
 class _Cutter:

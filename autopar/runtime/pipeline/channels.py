@@ -118,7 +118,7 @@ class Links:
         try:
             return call(tensor, peer, group=group, tag=tag)
         except RuntimeError as error:
-            raise _failed(message, f"rank {peer}", error) from error
+            raise lost_rank(message, f"rank {peer}", error) from error
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,11 @@ def _wait(work: Any, message: Message, peer: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise _failed(message, peer, error) from error
+        raise lost_rank(message, peer, error) from error
 
 
-def _failed(message: Message, peer: str, error: RuntimeError) -> RankFailedError:
+def lost_rank(message: object, peer: str, error: RuntimeError) -> RankFailedError:
+    """What to raise when a transfer fails: a rank died, or did not come within the timeout of its process group."""
     first = str(error).strip().splitlines()[:1]
     return RankFailedError(
         f"{message} did not pass: {peer} is gone or too late ({first[0] if first else type(error).__name__})",

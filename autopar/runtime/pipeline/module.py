@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputKind, Program, ProgramOutput
+from autopar.capture.program import InputKind, Program
 from autopar.capture.trace import Model, as_module
 from autopar.errors import InputError, UninitializedError, UnsupportedOptionError
 from autopar.runtime.checks import RankGroup
@@ -21,10 +21,13 @@ from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
 from autopar.runtime.mirror import mirror, modes_of, training_flags
 from autopar.runtime.parallel_module import ParallelModule
-from autopar.runtime.parameters import distributed_parameter
+from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of
+from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
+from autopar.runtime.pipeline.gathered import Gathered
 from autopar.runtime.pipeline.rank import PipelineRank
-from autopar.runtime.pipeline.run import BACKWARD, BoundPipeline
-from autopar.runtime.pipeline.step import PipelineStep, user_outputs
+from autopar.runtime.pipeline.run import BoundPipeline, parameter_names
+from autopar.runtime.pipeline.step import PipelineStep
+from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
 from autopar.runtime.step import PlanLike
 from autopar.sharding.layout import Layout, replicated
@@ -63,6 +66,10 @@ class _Session:
     calls: int = 0
     outputs_everywhere: bool = False
     missing: tuple[str, ...] = ()
+    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)  # by stage
+
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class PipelineModule(ParallelModule):
@@ -81,7 +88,9 @@ class PipelineModule(ParallelModule):
         axis: int,
         *,
         example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        optimizer: Factory | None = None,
     ) -> None:
+        """`optimizer`: makes the optimizers that `train_step` owns, one for each stage."""
         nn.Module.__init__(self)
         module = as_module(model)
         ranks = RankGroup(mesh)
@@ -99,6 +108,15 @@ class PipelineModule(ParallelModule):
             raise error
         session.first = key
         session.steps[key] = bound, compiled.plan
+        if optimizer is not None:
+            self._make_optimizers(bound, optimizer)
+
+    def _make_optimizers(self, bound: BoundPipeline, factory: Factory) -> None:
+        own = dict(self.named_parameters())
+        for stage, variants in bound.variants.items():
+            trained = [own[name] for name in parameter_names(variants[0]) if own[name].requires_grad]
+            if trained:
+                self._session.optimizers[stage] = factory(trained)
 
     @property
     def plan(self) -> PlanLike:
@@ -162,8 +180,68 @@ class PipelineModule(ParallelModule):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do: the parameters lie as planned from the start."""
 
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One call of the schedule with its updates of the weights; the mean of the microbatches' losses.
+
+        With an asynchronous schedule each microbatch is a batch of its own, and meets the weights that the schedule
+        gives it; all updates are made when this returns. With a synchronous one it is the usual loop in one call.
+        """
+        session = self._session
+        if not session.optimizers:
+            raise UnsupportedOptionError(
+                "train_step owns the optimizer, and has none", fix="give autopar.compile optimizer=, a class or factory"
+            )
+        if self._first.step.schedule.synchronous:
+            loss = self._loss_of(self(*args, **kwargs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            for optimizer in session.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+        bound = self._bound_for(args, kwargs)
+        if bound is not self._first:
+            raise InputError(
+                "this batch has other shapes or modes than the schedule was made for",
+                fix="train in the mode and with batches of the size of example_inputs, or compile again",
+            )
+        session.calls += bound.step.schedule.microbatches
+        with torch.no_grad():
+            return self._call(bound, self._worker(bound, args, kwargs, self.next_seed, self._update)).train()
+
+    def _loss_of(self, result: Any) -> Tensor:
+        leaves = pytree.tree_leaves(result)
+        losses = [item for item in leaves if isinstance(item, Tensor) and item.dim() == 0 and item.requires_grad]
+        if len(losses) != 1:
+            raise UnsupportedOptionError("train_step needs a model that returns one loss", fix="use the usual loop")
+        return losses[0]
+
+    def _update(self, stage: int, gathered: Gathered) -> None:
+        """An optimizer's step of one stage with the mean gradient of the microbatches since the last."""
+        own, bound = self._parameters_by_name(), self._first
+        count = max(1, bound.step.schedule.update_every)
+        for name in parameter_names(bound.variants[stage][0]):
+            value = gathered.gradients.get((stage, name))
+            held = own[name]
+            if value is not None:
+                gradient = value[0] / count if count > 1 else value[0]
+                held.grad = as_dtensor(gradient.contiguous(), self.stage_mesh, layout_of(held), held.shape)
+        if stage in self._session.optimizers:
+            self._session.optimizers[stage].step()
+            self._session.optimizers[stage].zero_grad()
+
+    def _worker(
+        self, bound: BoundPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, update: Update | None
+    ) -> Worker:
+        tensors = user_tensors(args, kwargs)
+        return bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._bound_for(args, kwargs)
+        if bound.has_gradients and torch.is_grad_enabled() and not bound.step.schedule.synchronous:
+            raise UnsupportedOptionError(
+                f"the schedule {bound.step.schedule.name!r} updates the weights while it runs",
+                fix="train with pmodel.train_step(*inputs); call the module under torch.no_grad()",
+            )
         if self._session.missing:
             raise UninitializedError(
                 f"{len(self._session.missing)} tensors of the meta model have no values",
@@ -171,16 +249,18 @@ class PipelineModule(ParallelModule):
             )
         seed = self.next_seed
         self._session.calls += 1
-        worker = bound.worker(user_tensors(args, kwargs), self._parameters_by_name(), dict(self.named_buffers()), seed)
-        call = _Call(self, bound, worker)
-        trains = bound.has_gradients and torch.is_grad_enabled()
-        if trains:
+        call = self._call(bound, self._worker(bound, args, kwargs, seed, None))
+        if bound.has_gradients and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True, device=self._session.mesh.device_type)
-            outputs = _Pipeline.apply(call, anchor, *call.differentiated)  # type: ignore[no-untyped-call]
+            outputs = PipelineFunction.apply(call, anchor, *call.differentiated)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs = call.run_forward()
-        return self._result(bound, outputs)
+        return result_of(call, outputs)
+
+    def _call(self, bound: BoundPipeline, worker: Worker) -> Call:
+        everywhere = self._session.outputs_everywhere
+        return Call(bound, worker, self._parameters_by_name(), dict(self.named_buffers()), everywhere)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of all parameters, of all stages, in full on every rank: for comparing and debugging."""
@@ -211,26 +291,6 @@ class PipelineModule(ParallelModule):
             if item.kind is InputKind.PARAMETER
         }
         return {name: ranks.get(name, 0) for name, _ in self._session.model.named_parameters()}
-
-    def _result(self, bound: BoundPipeline, outputs: tuple[Tensor, ...]) -> Any:
-        program = bound.step.staged.program
-        keys = user_outputs(program)
-        given = iter(outputs)
-        by_key = {key: next(given) for key in keys if self._is_given(bound, key[0])}
-        leaves = []
-        for leaf in program.output_leaves:
-            if not isinstance(leaf, LeafIndex):
-                leaves.append(leaf)
-                continue
-            key = keys[leaf.index]
-            leaves.append(
-                by_key[key] if key in by_key else OmittedOutput(key[1], "tensor on the ranks of its stage", _ELSEWHERE)
-            )
-        return pytree.tree_unflatten(leaves, program.output_spec)
-
-    def _is_given(self, bound: BoundPipeline, kind: OutputKind) -> bool:
-        has_loss = any(output.kind is OutputKind.LOSS for output in bound.step.staged.program.outputs)
-        return kind is OutputKind.LOSS or not has_loss or self._session.outputs_everywhere
 
     def _bound_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundPipeline:
         session = self._session
@@ -304,115 +364,8 @@ class PipelineModule(ParallelModule):
         return f"PipelineModule({type(session.model).__name__}, mesh={tuple(session.mesh.shape)}, stages={stages})"
 
 
-_ELSEWHERE = "call the module inside `with pmodel.outputs_everywhere():`, which gives it to every rank"
-
-
 def _from_first_of_all(value: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis, ranks in enumerate(mesh.shape):
         if ranks > 1:
             torch.distributed.broadcast(value, group=mesh.get_group(axis), group_src=0)
     return value
-
-
-@dataclass
-class _Call:
-    """One call between its forward and its backward."""
-
-    module: PipelineModule
-    bound: BoundPipeline
-    worker: Worker
-    gradients: Mapping[str, DTensor] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters of this rank that get gradients."""
-        program = self.bound.step.staged.program
-        trained = {output.name for output in program.outputs if output.kind is OutputKind.GRADIENT}
-        return [name for name, item in self.module.named_parameters() if name in trained and item.requires_grad]
-
-    @property
-    def differentiated(self) -> list[Tensor]:
-        parameters = self.module._parameters_by_name()
-        return [parameters[name] for name in self.names]
-
-    def run_all(self) -> tuple[Tensor, ...]:
-        """Run the schedule; the gradients are then those of the loss."""
-        self.bound.follow(self.worker, self.bound.actions)
-        self.gradients = self.bound.parameter_gradients(self.worker)
-        return self._results()
-
-    def run_forward(self) -> tuple[Tensor, ...]:
-        """Run the forward half of the schedule."""
-        self.bound.follow(self.worker, [it for it in self.bound.actions if it.kind not in BACKWARD])
-        return self._results()
-
-    def _results(self) -> tuple[Tensor, ...]:
-        self._write_buffers()
-        keys = user_outputs(self.bound.step.staged.program)
-        return tuple(
-            self.bound.everywhere(self.worker, key) for key in keys if self.module._is_given(self.bound, key[0])
-        )
-
-    def run_backward(self, tangents: Mapping[str, Tensor]) -> None:
-        """Run the backward half."""
-        self.worker.batch = type(self.worker.batch)(
-            self.worker.batch.inputs, self.worker.batch.buffers, tangents, self.worker.batch.seed
-        )
-        self.bound.follow(self.worker, [it for it in self.bound.actions if it.kind in BACKWARD])
-        self.gradients = self.bound.parameter_gradients(self.worker)
-
-    def delivered(self, arrived: Mapping[ProgramOutput, Tensor | None]) -> list[Tensor | None]:
-        """The gradients of this rank's parameters, from what arrived at the outputs."""
-        given = {output: tangent for output, tangent in arrived.items() if tangent is not None}
-        if not given:
-            return [None for _ in self.names]
-        if not self.bound.has_loss:
-            self.run_backward(self._tangents(given))
-            return [self.gradients.get(name) for name in self.names]
-        (scale,) = given.values()
-        plain = bool(scale == 1)
-        return [
-            None if (gradient := self.gradients.get(name)) is None else gradient if plain else gradient * scale
-            for name in self.names
-        ]
-
-    def _tangents(self, given: Mapping[ProgramOutput, Tensor]) -> dict[str, Tensor]:
-        """What arrived at each output that is differentiated; zeros where nothing did."""
-        program = self.bound.step.staged.program
-        tangents = {}
-        for output, node in zip(program.outputs, program.results, strict=True):
-            if output.differentiable:
-                zeros = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-                tangents[output.name] = given.get(output, zeros.to(self.module.mesh.device_type)).contiguous()
-        return tangents
-
-    def _write_buffers(self) -> None:
-        buffers = dict(self.module.named_buffers())
-        for output in self.bound.step.staged.program.outputs:
-            if output.kind is OutputKind.BUFFER:
-                value = self.bound.everywhere(self.worker, (output.kind, output.name))
-                buffers[output.name].copy_(value)
-
-
-class _Pipeline(torch.autograd.Function):
-    """The whole schedule as one autograd node."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = call.run_all() if call.bound.has_loss else call.run_forward()
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        program = call.bound.step.staged.program
-        keys = [key for key in user_outputs(program) if call.module._is_given(call.bound, key[0])]
-        by_key = {(output.kind, output.name): output for output in program.outputs}
-        ctx.outputs = [by_key[key] for key in keys]
-        ctx.mark_non_differentiable(
-            *(value for output, value in zip(ctx.outputs, outputs, strict=True) if not output.differentiable)
-        )
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        return None, None, *call.delivered(dict(zip(ctx.outputs, arrived, strict=True)))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.pipeline.channels import Links, Message
+from autopar.runtime.pipeline.channels import Links, Message, lost_rank
 
 SHARED = "shared gradient"
 
@@ -50,7 +50,10 @@ class PipelineRank:
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """`value` as the pipeline rank `source` has it, on all of them, in place."""
-        dist.broadcast(value, group=self.group, group_src=source)
+        try:
+            dist.broadcast(value, group=self.group, group_src=source)
+        except RuntimeError as error:
+            raise lost_rank(f"a result of pipeline rank {source}", "a rank of another stage", error) from error
         return value
 
     def from_first(self, value: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class BoundPipeline:
         names = {stage: parameter_names(variants[0]) for stage, variants in self.variants.items()}
         weights = Weights(current, names, update)
         tangents = self._ones()
-        batch = Batch({**held, **early}, buffers, tangents, number)
+        batch = Batch({**held, **early}, dict(buffers), tangents, number)
         return Worker(
             self.place.rank, step.staged, step.schedule, self.variants, self.lane, self.place.links, weights, batch
         )

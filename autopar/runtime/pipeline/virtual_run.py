@@ -68,7 +68,7 @@ class VirtualPipeline:
         inputs = {name: tensor.detach() for name, tensor in tensor_leaves(args, kwargs).items()}
         number = torch.tensor(seed, dtype=torch.int64)
         early = early_values(self.step.staged, inputs, self.buffers, number)
-        return Batch({**inputs, **early}, self.buffers, tangents, number)
+        return Batch({**inputs, **early}, dict(self.buffers), tangents, number)
 
     def run(self, batch: Batch) -> None:
         """Run the schedule."""

@@ -25,7 +25,7 @@ class Batch:
     """What one call brings, whole: by name, its inputs with the early values among them; by output, its tangents."""
 
     inputs: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
     tangents: Mapping[str, Tensor]
     seed: Tensor
 
@@ -140,12 +140,16 @@ class Worker:
 
     def _note_output(self, output: ProgramOutput, item: int, value: Value) -> None:
         placement = self.staged.over_time[output.kind, output.name]
+        if output.kind is OutputKind.BUFFER and self.staged.microbatches.independent:
+            self.batch.buffers[output.name] = value[0]
         held = self.gathered.outputs[output.kind, output.name]
         if isinstance(placement, Partial) and held:
             ((first, total),) = held.items()
             held[first] = [one + other for one, other in zip(total, value, strict=True)]
         elif shard_dim(placement) is not None or item == 0 or isinstance(placement, Partial):
             held[item] = value
+        elif self.staged.microbatches.independent:
+            self.gathered.outputs[output.kind, output.name] = {item: value}
 
     def _bound(self, variant: StageVariant, stage: int, node: str, item: int) -> Value:
         """The value of a placeholder for one microbatch."""
@@ -156,7 +160,8 @@ class Worker:
         if given.kind is InputKind.ARRIVING or given.name.startswith(BETWEEN_STAGES):
             return self.arrived.pop((stage, given.kind, given.name, item))
         if given.kind is InputKind.SEED:
-            return [self.batch.seed] * lanes
+            offset = item if self.staged.microbatches.independent else 0
+            return [self.batch.seed + offset] * lanes
         known: Mapping[InputKind, Mapping[str, Tensor]] = {
             InputKind.BUFFER: self.batch.buffers,
             InputKind.INPUT: self.batch.inputs,

@@ -48,8 +48,9 @@ def run_in_pieces(pieces: Microbatches, values: dict[str, Tensor]) -> list[Tenso
     collected: list[list[Tensor]] = [[] for _ in pieces.outputs]
     for item, piece in enumerate(pieces.pieces):
         whole = [early[it.name] if it.name in early else values[it.node] for it in piece.inputs]
-        given = [part_of(value, pieces.inputs[it.node], pieces.cut, item) for value, it in zip(whole, piece.inputs, strict=False)]
-        for found, value in zip(collected, Strided(piece.graph_module).run(*(it.clone() for it in given))):
+        pairs = zip(whole, piece.inputs, strict=True)
+        given = [part_of(value, pieces.inputs[it.node], pieces.cut, item).clone() for value, it in pairs]
+        for found, value in zip(collected, Strided(piece.graph_module).run(*given), strict=True):
             found.append(value)
     return [_together(parts, placement) for parts, placement in zip(collected, pieces.outputs, strict=True)]
 
