@@ -40,7 +40,7 @@ from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory
-from autopar.planner.pipeline import PipelineRequest
+from autopar.planner.pipeline_request import PipelineRequest
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.pipeline.module import PipelineModule

@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
-from autopar.planner.pipeline import PipelineRequest, pipeline_axis
+from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis
 from autopar.schedules.generate import GENERATORS
 from autopar.sharding.discovery.book import Discovery
 from autopar.sharding.discovery.cache import DiskCache, cache_folder

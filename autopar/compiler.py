@@ -20,13 +20,10 @@ from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, assignment_of
 from autopar.planner.decisions import DecisionList
 from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
-from autopar.planner.pipeline import (
-    PipelineRequest,
-    PlannedPipeline,
-    follow_pipeline,
-    plan_pipeline,
-    plan_pipeline_like,
-)
+from autopar.planner.pipeline import plan_pipeline
+from autopar.planner.pipeline_again import follow_pipeline, plan_pipeline_like
+from autopar.planner.pipeline_plan import PlannedPipeline
+from autopar.planner.pipeline_request import PipelineRequest
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve

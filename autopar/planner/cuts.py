@@ -17,7 +17,7 @@ from autopar.sharding.assignment import is_getitem
 from autopar.stages.assign import Anatomy, assign_stages, owner, size_of
 from autopar.stages.staged import Staged
 
-MOST_PLACES = 192  # candidates for a cut: the narrowest
+MOST_PLACES = 384  # candidates for a cut: the narrowest
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,29 @@ def places(found: Anatomy, prices: Prices) -> Places:
     width = crossing_bytes(found)
     ops = [not is_getitem(node) for node in found.forward]
     around = np.where(width > 0, width, np.inf)
-    inner = {
+    inner = [
         index
         for index in range(1, len(found.forward))
         if ops[index] and 0 < width[index] <= min(around[index - 1], around[index + 1])
-    }
-    candidates = [index for index in inner if index - 1 not in inner]
-    narrow = sorted(sorted(candidates, key=lambda index: width[index])[:MOST_PLACES])
+    ]
+    narrow = _narrowest(inner, width)
     seconds = np.zeros(len(narrow) + 1)
     assignment = assign_stages(found, narrow)
     for node, stage in assignment.stage.items():
         if computes(node):
             seconds[stage] += compute_seconds(node, prices)
     return Places(tuple(narrow), seconds, width[narrow] if narrow else np.zeros(0))
+
+
+def _narrowest(candidates: Sequence[int], width: npt.NDArray[np.float64]) -> list[int]:
+    """The `MOST_PLACES` narrowest; of the widest ones among them, as wide as each other, some all along the program."""
+    if len(candidates) <= MOST_PLACES:
+        return list(candidates)
+    limit = sorted(width[list(candidates)])[MOST_PLACES]
+    kept = [index for index in candidates if width[index] < limit]
+    equal = [index for index in candidates if width[index] == limit]
+    room = MOST_PLACES - len(kept)
+    return sorted([*kept, *(equal[at * len(equal) // room] for at in range(room))])
 
 
 def crossing_bytes(found: Anatomy) -> npt.NDArray[np.float64]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.capture.program import OutputKind, results_of
+from autopar.capture.program import InputKind, OutputKind, results_of
 from autopar.cost_models.pipeline import StageTimes
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import LocalProgram
@@ -69,7 +69,7 @@ def sent_bytes(local: LocalProgram) -> int:
 
 def _saved_bytes(local: LocalProgram) -> int:
     """Bytes of distinct storages that the forward saves, parameters and inputs of the call aside."""
-    inputs = {item.node for item in local.program.inputs}
+    inputs = {item.node for item in local.program.inputs if item.kind is not InputKind.ARRIVING}
     nodes = {node.name: node for node in local.forward.graph.nodes}
     storages: dict[int, int] = {}
     for name in local.saved:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from autopar.plots import new_figure
-from autopar.report.text import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, seconds_text
 
 Points = Sequence[tuple[int, float]]
 

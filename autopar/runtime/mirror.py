@@ -131,6 +131,18 @@ def modes_of(mirrored: nn.Module, model: nn.Module) -> Iterator[None]:
         _set_modes(modules, tensors, *before)
 
 
+@contextmanager
+def training_of(mirrored: nn.Module, model: nn.Module) -> Iterator[None]:
+    """In here `model` has the training flags of its mirror, which may lack parameters; afterwards its own again."""
+    modules, tensors = list(model.modules()), list[nn.Parameter]()
+    before = [module.training for module in modules]
+    _set_modes(modules, tensors, training_flags(mirrored), ())
+    try:
+        yield
+    finally:
+        _set_modes(modules, tensors, before, ())
+
+
 def _set_modes(modules: list[nn.Module], tensors: list[nn.Parameter], training: Any, requires_grad: Any) -> None:
     for module, flag in zip(modules, training, strict=True):
         module.training = flag

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from autopar.errors import InputError, UninitializedError, UnsupportedOptionErro
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
-from autopar.runtime.mirror import mirror, modes_of, training_flags
+from autopar.runtime.mirror import mirror, training_flags, training_of
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of
 from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
@@ -198,12 +199,12 @@ class PipelineModule(ParallelModule):
                 optimizer.step()
                 optimizer.zero_grad()
             return loss.detach()
-        bound = self._bound_for(args, kwargs)
-        if bound is not self._first:
+        if self._key(args, kwargs)[0] != session.first:
             raise InputError(
                 "this batch has other shapes or modes than the schedule was made for",
                 fix="train in the mode and with batches of the size of example_inputs, or compile again",
             )
+        bound = self._bound_for(args, kwargs)
         session.calls += bound.step.schedule.microbatches
         with torch.no_grad():
             return self._call(bound, self._worker(bound, args, kwargs, self.next_seed, self._update)).train()
@@ -236,12 +237,13 @@ class PipelineModule(ParallelModule):
         return bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._bound_for(args, kwargs)
-        if bound.has_gradients and torch.is_grad_enabled() and not bound.step.schedule.synchronous:
+        schedule = self._first.step.schedule
+        if torch.is_grad_enabled() and not schedule.synchronous:
             raise UnsupportedOptionError(
-                f"the schedule {bound.step.schedule.name!r} updates the weights while it runs",
+                f"the schedule {schedule.name!r} updates the weights while it runs",
                 fix="train with pmodel.train_step(*inputs); call the module under torch.no_grad()",
             )
+        bound = self._bound_for(args, kwargs)
         if self._session.missing:
             raise UninitializedError(
                 f"{len(self._session.missing)} tensors of the meta model have no values",
@@ -281,6 +283,19 @@ class PipelineModule(ParallelModule):
             found[name] = place.broadcast(full, rank)
         return found
 
+    def counted_parameters(self) -> set[str]:
+        """This rank's parameters but those that an earlier stage's rank has too: each counts once in all."""
+        return {name for name, rank in self._holders().items() if rank == self._session.place.rank}
+
+    def over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
+        """The norm of what all stages have, from this rank's own."""
+        greatest = norm_type == float("inf")
+        value = norm.detach().clone() if greatest else norm.detach() ** norm_type
+        if len(self._session.place.line) > 1:
+            reduce_op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
+            dist.all_reduce(value, reduce_op, group=self.pipeline_group)
+        return value if greatest else value ** (1.0 / norm_type)
+
     def _holders(self) -> dict[str, int]:
         """By parameter, the first pipeline rank that holds it."""
         step = self._first.step
@@ -301,7 +316,7 @@ class PipelineModule(ParallelModule):
         if seed != session.seed:
             session.seed, session.calls = seed, 0
         if key not in session.steps:
-            with modes_of(self, session.model):
+            with training_of(self, session.model):
                 compiled = session.compiler.compile_pipeline(session.model, args, kwargs, like=self._first.step)
             session.ranks.agree("the plan", compiled.plan.hash)
             bound = session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
@@ -367,5 +382,5 @@ class PipelineModule(ParallelModule):
 def _from_first_of_all(value: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis, ranks in enumerate(mesh.shape):
         if ranks > 1:
-            torch.distributed.broadcast(value, group=mesh.get_group(axis), group_src=0)
+            dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
     return value

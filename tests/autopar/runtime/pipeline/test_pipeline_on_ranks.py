@@ -120,3 +120,22 @@ def test_evaluation_outputs_an_outside_loss_and_a_full_state_dict() -> None:
         assert "outputs_everywhere" in found["error"]
         assert found["logits"] < 1e-5 and found["few"] < 1e-5 and found["outside"] < 1e-6
         assert found["loaded"]
+
+
+def clipped() -> list[tuple[float, float]]:
+    """(the norm of all gradients, the largest gap after clipping), with tied parameters, from ours and the original."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model, inputs = MODELS["gpt2"]()
+    pmodel = autopar.compile(model, mesh, example_inputs=inputs, search="ddp", microbatches=2)
+    pmodel(**inputs).loss.backward()
+    model(**inputs).loss.backward()
+    norms = float(autopar.clip_grad_norm_(pmodel, 0.1)), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    own = {name: item.grad for name, item in model.named_parameters()}
+    assert isinstance(pmodel, PipelineModule)
+    gaps = [float((value - own[name]).abs().max()) for name, value in pmodel.full_gradients().items()]
+    return [(abs(norms[0] - norms[1]) / norms[1], max(gaps))]
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
+    for ((norm, gap),) in run_on_ranks(clipped, 2):
+        assert norm < 1e-5 and gap < 1e-6
