@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,11 @@ def _early(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node | None], urgent: 
         for user in node.users:
             if user in serves:
                 serves[node] |= serves[user]
-    return {node for node, served in serves.items() if -1 in served or len(served) >= SEVERAL}
+    early = {node for node, served in serves.items() if -1 in served or len(served) >= SEVERAL}
+    for node in nodes:  # one of several outputs goes with the op that has them
+        if node.target is operator.getitem:
+            (early.add if node.all_input_nodes[0] in early else early.discard)(node)
+    return early
 
 
 def _read(nodes: Iterable[fx.Node], results: Iterable[fx.Node | None], inside: set[fx.Node]) -> list[fx.Node]:

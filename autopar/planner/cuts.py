@@ -31,6 +31,7 @@ class Places:
     cuts: tuple[int, ...]
     seconds: npt.NDArray[np.float64]
     sent_bytes: npt.NDArray[np.float64]
+    readers: npt.NDArray[np.int64]  # ops of each segment that read a parameter: no stage is to be without
 
 
 def places(found: Anatomy, prices: Prices) -> Places:
@@ -49,7 +50,10 @@ def places(found: Anatomy, prices: Prices) -> Places:
     for node, stage in assignment.stage.items():
         if computes(node):
             seconds[stage] += compute_seconds(node, prices)
-    return Places(tuple(narrow), seconds, width[narrow] if narrow else np.zeros(0))
+    readers = np.zeros(len(narrow) + 1, dtype=np.int64)
+    for node in found.forward:
+        readers[assignment.stage[node]] += any(found.parameters.get(source) for source in node.all_input_nodes)
+    return Places(tuple(narrow), seconds, width[narrow] if narrow else np.zeros(0), readers)
 
 
 def _narrowest(candidates: Sequence[int], width: npt.NDArray[np.float64]) -> list[int]:
@@ -89,29 +93,36 @@ def balanced_cuts(found: Places, stages: int, speeds: Sequence[float]) -> tuple[
             f"the program has {len(found.cuts)} places to cut it, not {stages - 1}",
             fix=f"use stages={segments} or fewer",
         )
-    before = np.concatenate([[0.0], np.cumsum(found.seconds)])
+    before, reads = _sums(found)
     best = np.full((stages + 1, segments + 1), np.inf)
     best[0, 0] = 0.0
     for stage in range(1, stages + 1):
         for end in range(stage, segments - (stages - stage) + 1):
             starts = np.arange(stage - 1, end)
             slowest = np.maximum(best[stage - 1, starts], (before[end] - before[starts]) / speeds[stage - 1])
-            best[stage, end] = slowest.min()
-    return _least_sent(found, stages, speeds, before, float(best[stages, segments]))
+            best[stage, end] = np.where(reads[end] > reads[starts], slowest, np.inf).min()
+    if not np.isfinite(best[stages, segments]):
+        raise PlanError(f"not every one of {stages} stages would have a parameter", fix="use fewer stages")
+    return _least_sent(found, stages, speeds, float(best[stages, segments]))
 
 
-def _least_sent(
-    found: Places, stages: int, speeds: Sequence[float], before: npt.NDArray[np.float64], limit: float
-) -> tuple[int, ...]:
+def _sums(found: Places) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Per place, the seconds before it, and the readers of parameters."""
+    zero = np.zeros(1, dtype=np.int64)
+    return np.concatenate([zero, np.cumsum(found.seconds)]), np.concatenate([zero, np.cumsum(found.readers)])
+
+
+def _least_sent(found: Places, stages: int, speeds: Sequence[float], limit: float) -> tuple[int, ...]:
     """Of the cuts with no stage slower than `limit`, those that send the least bytes."""
     segments, slack = len(found.seconds), limit * (1 + 1e-9)
+    before, reads = _sums(found)
     sent = np.full((stages + 1, segments + 1), np.inf)
     origin = np.zeros((stages + 1, segments + 1), dtype=int)
     sent[0, 0] = 0.0
     for stage in range(1, stages + 1):
         for end in range(stage, segments - (stages - stage) + 1):
             starts = np.arange(stage - 1, end)
-            fits = (before[end] - before[starts]) / speeds[stage - 1] <= slack
+            fits = ((before[end] - before[starts]) / speeds[stage - 1] <= slack) & (reads[end] > reads[starts])
             own = found.sent_bytes[end - 1] if end < segments else 0.0
             totals = np.where(fits, sent[stage - 1, starts] + own, np.inf)
             pick = int(totals.argmin())

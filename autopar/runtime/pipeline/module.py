@@ -20,7 +20,7 @@ from autopar.errors import InputError, UninitializedError, UnsupportedOptionErro
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
-from autopar.runtime.mirror import mirror, training_flags, training_of
+from autopar.runtime.mirror import Container, mirror, training_flags, training_of
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of
 from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
@@ -92,7 +92,7 @@ class PipelineModule(ParallelModule):
         optimizer: Factory | None = None,
     ) -> None:
         """`optimizer`: makes the optimizers that `train_step` owns, one for each stage."""
-        nn.Module.__init__(self)
+        Container.__init__(self)
         module = as_module(model)
         ranks = RankGroup(mesh)
         session = _Session(module, mesh, compiler, ranks, PipelineRank(mesh, axis))

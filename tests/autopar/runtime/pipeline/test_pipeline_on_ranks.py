@@ -44,11 +44,11 @@ def _distances(model: Any, pmodel: Any, inputs: Any) -> tuple[float, float]:
     for _ in range(3):
         losses = []
         for it, optimizer in zip((model, pmodel), optimizers, strict=True):
-            loss = (it(**inputs) if isinstance(inputs, dict) else it(*inputs)).loss
+            loss = it(**inputs).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         worst = max(worst, abs(losses[0] - losses[1]) / abs(losses[0]))
     own = dict(model.named_parameters())
     gaps = [(held.full_tensor() - own[name]).abs().max().item() for name, held in pmodel.named_parameters()]
@@ -91,7 +91,7 @@ def use() -> dict[str, Any]:
     except OmittedOutputError as error:
         found["error"] = str(error)
     with pmodel.outputs_everywhere():
-        found["logits"] = float((pmodel(**inputs).logits - model(**inputs).logits).abs().max())
+        found["logits"] = float((pmodel(**inputs).logits - model(**inputs).logits).detach().abs().max())
     pmodel.eval(), model.eval()
     with torch.no_grad(), pmodel.outputs_everywhere():
         few = {name: value[:2] for name, value in inputs.items()}
