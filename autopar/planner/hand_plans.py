@@ -88,9 +88,10 @@ class _Follower:
 
     def _pick(self, index: int, decision: Decision) -> int:
         if decision.kind == "parameter":
-            return self._allowed(index, find_layout(decision, replicated(len(self.planning.mesh_shape))))
+            return find_layout(decision, replicated(len(self.planning.mesh_shape)))
         if decision.kind in INPUTS:
-            return self._allowed(index, self._input(decision))
+            own = self._input(decision)
+            return self._allowed(index, own) if decision.name.startswith(BETWEEN_STAGES) else own
         if decision.kind == "op" and all(self._is_whole(source) for source in decision.sources):
             return 0  # what does not depend on the batch is computed on every rank: the replicated strategy comes first
         moves = np.zeros(len(decision.strategies))
@@ -101,7 +102,7 @@ class _Follower:
         return int(np.argmin(total))
 
     def _allowed(self, index: int, pick: int) -> int:
-        """The pick, or what it is pinned to."""
+        """The pick, or what the other pipeline stage has it pinned to."""
         costs = self.planning.problem.costs[index]
         return pick if costs[pick] < FORBIDDEN else int(np.argmin(costs))
 
