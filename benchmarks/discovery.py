@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import time
 from collections import Counter
 from datetime import date
@@ -47,7 +46,6 @@ def main() -> None:
         if any(part in name for part in UNDEFINED_VALUES):
             continue
         for sample in chosen(samples[name]):
-            print(name, file=sys.stderr, flush=True)
             started = time.process_time()
             finding_of(sample.call)
             times.append(time.process_time() - started)

@@ -139,6 +139,10 @@ def test_ops_that_cannot_be_cut_are_not_run(target: Any, args: tuple[Any, ...], 
     assert discovered(target, *args) == Finding((), why)
 
 
+def test_results_in_a_dtype_that_pytorch_cannot_add_are_not_claimed() -> None:
+    assert not discovered(aten.hash_tensor.default, real(8, 24)).rules
+
+
 def test_internal_kernels_that_trust_their_callers_are_not_given_other_sizes() -> None:
     weights = call(torch.ops.aten._weight_norm_interface.default, real(4, 6), real(4, 1))
     pairs = call(torch.ops.aten._pdist_backward.default, real(6), real(4, 3), 2.0, real(6))
