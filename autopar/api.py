@@ -21,20 +21,32 @@ from autopar.arguments import (
     call_arguments,
     load_plan,
     make_options,
+    make_request,
     refuse_unsupported,
+    wants_pipeline,
     with_batch,
 )
 from autopar.capture.program import Program
 from autopar.capture.trace import Model, as_module, capture, tensor_leaves
-from autopar.compiler import Compiler, plan_or_follow
-from autopar.errors import MeshError
+from autopar.compiler import (
+    Compiler,
+    StagedCompiler,
+    part_to_capture,
+    pipeline_or_follow,
+    pipeline_step,
+    plan_or_follow,
+)
+from autopar.errors import MeshError, UnsupportedOptionError
 from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory
-from autopar.planner.reconsider import with_questions
+from autopar.planner.pipeline_request import PipelineRequest
+from autopar.planner.reconsider import with_questions, with_stage_questions
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.parallel_module import ParallelModule
+from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.pipeline.virtual_run import run_virtual_pipeline
 from autopar.runtime.step import geometry_of
 from autopar.runtime.virtual_run import VirtualRun, run_virtual_step
 from autopar.verification import Report, Values, compare, eager_values, full_values, is_random, traced_values
@@ -54,7 +66,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     optimizer: OptimizerFactory | None = None,
     precision: None = None,
     stages: int | None = None,
-    schedule: None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
     backend: None = None,
@@ -82,15 +94,29 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     """
 
     def read() -> _Given:
-        refuse_unsupported(
-            precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-        )
+        refuse_unsupported(precision=precision, backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints)
         inputs = None if example_inputs is None else call_arguments(example_inputs)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs)
+        request = make_request(stages, schedule, microbatches)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request, optimizer)
 
-    given, compiler = _agreed(mesh, read)
-    return ParallelModule(given.model, mesh, compiler, example_inputs=given.inputs)
+    return _compiled(mesh, _agreed(mesh, read))
+
+
+def _compiled(mesh: DeviceMesh, agreed: _Agreed) -> ParallelModule:
+    given = agreed.given
+    if agreed.axis is None:
+        geometry = geometry_of(mesh)
+        compiler = Compiler(given.mesh, given.options, geometry, agreed.ranks, given.plan)
+        return ParallelModule(given.model, mesh, compiler, example_inputs=given.inputs)
+    if given.inputs is None:
+        raise UnsupportedOptionError(
+            "a pipeline is planned before its first call: which rank holds which parameter depends on it",
+            fix="give autopar.compile example_inputs",
+        )
+    staged = StagedCompiler(given.mesh, given.options, given.request, agreed.ranks, given.plan)
+    factory = given.optimizer
+    return PipelineModule(given.model, mesh, staged, agreed.axis, example_inputs=given.inputs, optimizer=factory)
 
 
 @dataclass(frozen=True)
@@ -102,10 +128,26 @@ class _Given:
     options: Options
     plan: Plan | None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+    request: PipelineRequest
+    optimizer: OptimizerFactory | None = None
+
+    @property
+    def axis(self) -> int | None:
+        """The mesh axis of the pipeline, if there is to be one."""
+        return wants_pipeline(self.mesh, self.request, self.plan)
 
 
-def _agreed(mesh: DeviceMesh, read: Callable[[], _Given]) -> tuple[_Given, Compiler]:
-    """What the caller gave, the same on all ranks, and a compiler for it; what is wrong on one rank raises on all."""
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks were given alike."""
+
+    given: _Given
+    ranks: RankGroup
+    axis: int | None
+
+
+def _agreed(mesh: DeviceMesh, read: Callable[[], _Given]) -> _Agreed:
+    """What the caller gave, the same on all ranks; what is wrong on one rank raises on all."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"compile needs a live DeviceMesh, got {type(mesh).__name__}",
@@ -116,8 +158,8 @@ def _agreed(mesh: DeviceMesh, read: Callable[[], _Given]) -> tuple[_Given, Compi
     followed = "none" if given.plan is None else given.plan.hash
     when = "at the first call" if given.inputs is None else "now, for the example inputs"
     lines = [given.options.text, f"hardware {given.mesh.profile.name}", f"plan {followed}", f"to be planned {when}"]
-    ranks.agree("the options", "\n".join(lines))
-    return given, Compiler(given.mesh, given.options, geometry_of(mesh), ranks, given.plan)
+    ranks.agree("the options", "\n".join([*lines, given.request.text]))
+    return _Agreed(given, ranks, ranks.all_succeed(lambda: given.axis))
 
 
 def make_plan(
@@ -132,7 +174,7 @@ def make_plan(
     optimizer: OptimizerFactory | None = None,
     precision: None = None,
     stages: int | None = None,
-    schedule: None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
     backend: None = None,
@@ -146,14 +188,15 @@ def make_plan(
     >>> autopar.make_plan(layer, autopar.Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
     (2,)
     """
-    refuse_unsupported(
-        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-    )
-    view = as_mesh(mesh, hardware)
+    refuse_unsupported(precision=precision, backend=backend)
+    view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
+    staged = wants_pipeline(view, request, given) is not None
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
-    program = capture(module, args, kwargs, device=view.device_type)
+    program = capture(module, *part_to_capture(request, args, kwargs), device=view.device_type)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    planned = plan_or_follow(program, view, options, load_plan(plan))
+    if staged:
+        return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
+    planned = plan_or_follow(program, view, options, given)
     return with_questions(
         planned, lambda size: capture(module, *with_batch(args, kwargs, size), device=view.device_type)
     )
@@ -171,7 +214,7 @@ def run_virtual(
     optimizer: OptimizerFactory | None = None,
     precision: None = None,
     stages: int | None = None,
-    schedule: None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
     backend: None = None,
@@ -185,11 +228,11 @@ def run_virtual(
     >>> sorted(run.gradients), len(run.peak_bytes)
     (['bias', 'weight'], 2)
     """
-    refuse_unsupported(
-        precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-    )
+    refuse_unsupported(precision=precision, backend=backend)
     options = make_options(search, memory_limit_bytes, optimizer, constraints)
-    return _run_virtual(as_module(model), as_mesh(mesh, hardware), example_inputs, options, load_plan(plan))[0]
+    request = make_request(stages, schedule, microbatches)
+    inputs = call_arguments(example_inputs)
+    return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request))[0]
 
 
 def verify(
@@ -204,7 +247,7 @@ def verify(
     optimizer: OptimizerFactory | None = None,
     precision: None = None,
     stages: int | None = None,
-    schedule: None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
     backend: None = None,
@@ -223,31 +266,42 @@ def verify(
     """
 
     def read() -> _Given:
-        refuse_unsupported(
-            precision=precision, stages=stages, schedule=schedule, microbatches=microbatches, backend=backend
-        )
+        refuse_unsupported(precision=precision, backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints)
-        inputs = call_arguments(example_inputs)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs)
+        inputs, request = call_arguments(example_inputs), make_request(stages, schedule, microbatches)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request)
 
     if isinstance(mesh, DeviceMesh):
         return _verify_live(mesh, read, example_inputs, tolerance)
     given = read()
-    run, program, followed = _run_virtual(given.model, given.mesh, example_inputs, given.options, given.plan)
+    run, program, followed = _run_virtual(given)
     actual = Values(run.outputs, run.gradients, run.buffers)
     expected, reference = _reference(given.model, program, example_inputs)
     report = compare(actual, expected, reference=reference, tolerance=tolerance)
     return replace(report, plan=followed, peak_bytes=max(run.peak_bytes))
 
 
-def _run_virtual(
-    model: nn.Module, mesh: Mesh, inputs: Inputs, options: Options, plan: Plan | None
-) -> tuple[VirtualRun, Program, Plan]:
-    args, kwargs = call_arguments(inputs)
-    program = capture(model, args, kwargs, device="cpu")
-    planned = plan_or_follow(program, mesh, options, plan)
-    run = run_virtual_step(model, program, planned.assignment, mesh.shape, args, kwargs, seed=SEED)
+def _run_virtual(given: _Given) -> tuple[VirtualRun, Program, Plan]:
+    assert given.inputs is not None
+    args, kwargs = given.inputs
+    is_staged = given.axis is not None
+    _refuse_asynchronous(given.request)
+    program = capture(given.model, args, kwargs, device="cpu")
+    if is_staged:
+        staged = pipeline_or_follow(program, given.mesh, given.options, given.request, plan=given.plan)
+        run = run_virtual_pipeline(given.model, pipeline_step(staged), args, kwargs, seed=SEED)
+        return run, program, staged.plan
+    planned = plan_or_follow(program, given.mesh, given.options, given.plan)
+    run = run_virtual_step(given.model, program, planned.assignment, given.mesh.shape, args, kwargs, seed=SEED)
     return run, program, planned.plan
+
+
+def _refuse_asynchronous(request: PipelineRequest) -> None:
+    if request.is_asynchronous:
+        raise UnsupportedOptionError(
+            f"{request.schedule} has no step of a single device that it could be compared with",
+            fix="verify with a synchronous schedule; train with compile(...).train_step(*inputs)",
+        )
 
 
 def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
@@ -258,9 +312,11 @@ def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = S
 
 
 def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, tolerance: float | None) -> Report:
-    given, compiler = _agreed(mesh, read)
+    agreed = _agreed(mesh, read)
+    given = agreed.given
+    _refuse_asynchronous(given.request)
     args, kwargs = call_arguments(inputs)
-    pmodel = ParallelModule(given.model, mesh, compiler, example_inputs=(args, kwargs))
+    pmodel = _compiled(mesh, agreed)
     program, seed = pmodel.program, pmodel.next_seed
     actual = full_values(pmodel, program, args, kwargs)
     expected, reference = _reference(given.model, program, inputs, seed)

@@ -18,6 +18,8 @@ from autopar.plan import Plan
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
+from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis
+from autopar.schedules.generate import GENERATORS
 from autopar.sharding.discovery.book import Discovery
 from autopar.sharding.discovery.cache import DiskCache, cache_folder
 
@@ -29,9 +31,6 @@ GivenPlan = Plan | str | Path
 
 _LATER = {
     "precision": "a mixed-precision policy",
-    "stages": "pipeline stages",
-    "schedule": "pipeline schedules",
-    "microbatches": "microbatches",
     "backend": "compilation of the emitted graphs",
 }
 
@@ -70,10 +69,37 @@ def with_batch(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tupl
 def refuse_unsupported(**options: Any) -> None:
     """Raise for an option that is public but not carried out yet, rather than ignore it."""
     for name, value in options.items():
-        if value is not None and (name, value) not in (("stages", 1), ("microbatches", 1)):
+        if value is not None:
             raise UnsupportedOptionError(
                 f"{name}={value!r}: this version does not carry out {_LATER[name]}", fix=f"leave {name} out"
             )
+
+
+def make_request(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineRequest:
+    """The pipeline asked for. Raises UnsupportedOptionError for what is no number or no schedule."""
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UnsupportedOptionError(f"{name}={value!r} is not a number of {name}", fix="give a number from 1 on")
+    if schedule is not None and schedule not in GENERATORS:
+        raise UnsupportedOptionError(f"there is no schedule {schedule!r}", fix=f"use one of {', '.join(GENERATORS)}")
+    request = PipelineRequest(stages, schedule, microbatches)
+    if request.is_asynchronous and microbatches is None:
+        raise UnsupportedOptionError(
+            f"{schedule} updates the weights after microbatches, and is not told how many a batch has",
+            fix="give microbatches=",
+        )
+    return request
+
+
+def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> int | None:
+    """The mesh axis of the pipeline, if there is to be one. Raises MeshError, UnsupportedOptionError."""
+    axis = pipeline_axis(mesh, request.stages) if plan is None else plan.pipeline.axis if plan.pipeline else None
+    if axis is None and (request.schedule is not None or request.microbatches not in (None, 1)):
+        raise UnsupportedOptionError(
+            "a schedule and microbatches are for pipelines, and no axis of the mesh is one's",
+            fix='name an axis of the mesh "pp", or give stages= the length of an axis',
+        )
+    return axis
 
 
 def make_options(

@@ -52,6 +52,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
     parser.add_argument("--optimizer", help="a class of torch.optim whose state is counted, as AdamW")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
+    parser.add_argument("--stages", type=int, help="pipeline stages, along the first mesh axis of that length")
+    parser.add_argument("--schedule", help="of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or auto")
+    parser.add_argument("--microbatches", type=int, help="parts in which the batch goes through the stages")
     parser.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
 
 
@@ -61,6 +64,9 @@ def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
         "memory_limit_bytes": None if chosen.memory_limit is None else int(chosen.memory_limit),
         "optimizer": optimizer_named(chosen.optimizer),
         "constraints": pins_of(chosen.pin),
+        "stages": chosen.stages,
+        "schedule": chosen.schedule,
+        "microbatches": chosen.microbatches,
     }
 
 

@@ -20,16 +20,25 @@ from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, assignment_of
 from autopar.planner.decisions import DecisionList
 from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
+from autopar.planner.pipeline import plan_pipeline
+from autopar.planner.pipeline_again import follow_pipeline, plan_pipeline_like
+from autopar.planner.pipeline_plan import PlannedPipeline
+from autopar.planner.pipeline_request import PipelineRequest
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.inputs import first_microbatch
+from autopar.runtime.pipeline.module import CompiledPipeline
+from autopar.runtime.pipeline.step import PipelineStep
 from autopar.runtime.step import CompiledStep
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.discovery.book import Known, RuleBook
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.layout import Layout
 from autopar.sharding.op_call import OpCall, call_of
+from autopar.stages.microbatch import cut_as, independent_microbatches
+from autopar.stages.staged import stage_program
 
 
 @dataclass(frozen=True)
@@ -112,3 +121,82 @@ def _calls(program: Program) -> Iterator[tuple[str, OpCall]]:
     for node in program.graph_module.graph.nodes:
         if node.op == "call_function" and not is_getitem(node):
             yield node.meta["key"], call_of(node)
+
+
+@dataclass(frozen=True)
+class StagedCompiler:
+    """Makes compiled pipelines for one rank, as `Compiler` makes steps."""
+
+    mesh: Mesh
+    options: Options
+    request: PipelineRequest
+    ranks: RankGroup
+    plan: Plan | None = None
+
+    def compile_pipeline(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: PipelineStep | None
+    ) -> CompiledPipeline:
+        """Capture, plan and stage one program; see `PipelineCompiler`."""
+        request = self.request
+
+        def captured() -> Program:
+            return capture(model, *part_to_capture(request, args, kwargs, like), device=self.mesh.device_type)
+
+        program = self.ranks.all_succeed(captured)
+        text = self.ranks.first_decides(lambda: _packed(self._planned(program, like)))
+        return self.ranks.all_succeed(lambda: _staged(program, text))
+
+    def _planned(self, program: Program, like: PipelineStep | None) -> PlannedPipeline:
+        return pipeline_or_follow(program, self.mesh, self.options, self.request, plan=self.plan, like=like)
+
+
+def part_to_capture(
+    request: PipelineRequest, args: tuple[Any, ...], kwargs: dict[str, Any], like: PipelineStep | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The part of a call of which a pipeline's program is made: all of it, but one microbatch where each is a batch."""
+    if not request.is_asynchronous or like is not None:
+        return args, kwargs
+    return first_microbatch(args, kwargs, request.microbatches or request.stages or 1)
+
+
+def pipeline_or_follow(
+    program: Program,
+    mesh: Mesh,
+    options: Options,
+    request: PipelineRequest,
+    *,
+    plan: Plan | None = None,
+    like: PipelineStep | None = None,
+) -> PlannedPipeline:
+    """A pipeline that is searched for, or a given one, priced anew; `like`: for other shapes or modes of its model."""
+    if like is not None:
+        return plan_pipeline_like(program, mesh, options, like.staged, like.schedule, like.assignments)
+    if plan is not None:
+        return follow_pipeline(program, mesh, options, plan)
+    return plan_pipeline(program, mesh, options, request)
+
+
+def _packed(planned: PlannedPipeline) -> str:
+    """What the first rank decides: microbatches, cuts, schedule, the strategies of each stage, the plan."""
+    pieces, staged = planned.staged.microbatches, planned.staged
+    assignments = tuple(item.assignment for item in planned.stages)
+    plan = planned.plan.without_problems()
+    message = (pieces.cut, pieces.layouts, staged.cuts, planned.schedule, assignments, planned.axis, plan)
+    return base64.b64encode(pickle.dumps(message)).decode()
+
+
+def _staged(program: Program, text: str) -> CompiledPipeline:
+    """The pipeline that the first rank sent: the ranks of one job trust each other, as in torch.distributed."""
+    cut, layouts, cuts, schedule, assignments, axis, plan = pickle.loads(base64.b64decode(text))
+    if schedule.synchronous:
+        pieces = cut_as(program, cut, layouts)
+    else:
+        pieces = independent_microbatches(program, schedule.microbatches)
+    staged = stage_program(pieces, cuts)
+    return CompiledPipeline(PipelineStep(staged, schedule, assignments, axis), plan)
+
+
+def pipeline_step(planned: PlannedPipeline) -> PipelineStep:
+    """What the runtime runs of a plan made in this process."""
+    assignments = tuple(item.assignment for item in planned.stages)
+    return PipelineStep(planned.staged, planned.schedule, assignments, planned.axis)

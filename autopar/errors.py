@@ -157,3 +157,7 @@ class ExpertPlacementError(AutoparError):
 
 class ScheduleError(AutoparError):
     """A pipeline schedule that cannot be made for these stages, or whose actions do not run as they must."""
+
+
+class MicrobatchError(AutoparError):
+    """The batch cannot be cut into microbatches: by its size, or because an op needs all of it at once."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 
 from autopar.errors import PlanFormatError
@@ -33,6 +34,49 @@ def fold_keys(signatures: Mapping[str, Hashable]) -> dict[str, list[str]]:
             numbers = ranges_text(sorted(number for number, _ in members))
             folded[pattern.replace("[]", f"[{numbers}]", 1)] = [key for _, key in members]
     return folded
+
+
+def fold_in_order(signatures: Mapping[str, Hashable], groups: Mapping[str, Hashable]) -> dict[str, list[str]]:
+    """As `fold_keys`, but the texts stand so that the keys of each group come in the order in which they were given.
+
+    Where groups contradict each other, only keys of groups that have the same keys in the same order fold.
+    """
+    sequences: dict[Hashable, list[str]] = defaultdict(list)
+    for key in signatures:
+        sequences[groups[key]].append(_NUMBER.sub("[]", key, count=1))
+    alike = {key: tuple(sequences[groups[key]]) for key in signatures}
+    apart: set[str] = set()
+    while True:
+        folded = fold_keys({key: (value, alike[key] if key in apart else ()) for key, value in signatures.items()})
+        order = _in_order(folded, list(signatures), groups)
+        stuck = {key for text in folded.keys() - set(order) for key in folded[text]}
+        if not stuck or stuck <= apart:
+            return {text: folded[text] for text in (folded if stuck else order)}
+        apart |= stuck
+
+
+def _in_order(folded: Mapping[str, list[str]], keys: list[str], groups: Mapping[str, Hashable]) -> list[str]:
+    """The texts, the first to appear first, each after those that are before it in a group; without any in a circle."""
+    rank = {text: place for place, text in enumerate(folded)}
+    text_of = {key: text for text, members in folded.items() for key in members}
+    after: dict[str, set[str]] = defaultdict(set)
+    last: dict[Hashable, str] = {}
+    for key in keys:
+        text = text_of[key]
+        if last.get(groups[key], text) != text:
+            after[last[groups[key]]].add(text)
+        last[groups[key]] = text
+    waits_for = Counter(text for later in after.values() for text in later)
+    texts, order = list(folded), []
+    ready = [rank[text] for text in texts if not waits_for[text]]
+    while ready:
+        text = texts[heapq.heappop(ready)]
+        order.append(text)
+        for other in after[text]:
+            waits_for[other] -= 1
+            if not waits_for[other]:
+                heapq.heappush(ready, rank[other])
+    return order
 
 
 def ranges_text(numbers: list[int]) -> str:

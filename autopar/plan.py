@@ -7,22 +7,48 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
-from autopar.folding import fold_keys
+from autopar.folding import fold_in_order, fold_keys
 from autopar.plan_details import EntryCosts, PlanDetails
-from autopar.plan_entries import SCHEMA, OpWithoutRule, PlanEntry, PlanReader, plan_json_text
+from autopar.plan_entries import SCHEMA, OpWithoutRule, Pipeline, PlanEntry, PlanReader, plan_json_text
 from autopar.plan_questions import Change, Explanation, Planning
 from autopar.search import Problem, memory_frontier, undominated
 from autopar.version import __version__
 
-__all__ = ["SCHEMA", "OpWithoutRule", "Plan", "PlanEntry"]
+__all__ = ["SCHEMA", "OpWithoutRule", "Plan", "PlanEntry", "StagePlan"]
 _REWRITE = "give a file that plan.save wrote, or compare with one"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage. `starts`: the key of the op before which the program is cut ("" for the first stage)."""
+
+    number: int
+    rank: int  # along the pipeline's axis
+    starts: str
+    plan: Plan  # on the mesh without the pipeline's axis, for one microbatch
+    forward_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    in_flight: int = 1  # microbatches whose activations are held at once, at most
+    activation_bytes: int = 0  # of one microbatch, from its forward to its backward
+    sent_bytes: int = 0  # to later stages for one microbatch, by one rank
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the stage's parameters."""
+        return tuple(entry.key for entry in self.plan.entries if entry.kind == "parameter")
+
+    def to_json(self) -> dict[str, Any]:
+        """The stage as plain dicts and lists."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**plain, "plan": self.plan.to_json()}
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,8 @@ class Plan:
         default_factory=dict
     )  # predicted seconds of the plans compared, memory aside; simulated where they come close to the best
     version: str = __version__
-    stages: tuple[Any, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+    pipeline: Pipeline | None = None  # then the decisions are those of the stages' plans
     experts: tuple[Any, ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
     step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
@@ -80,8 +107,16 @@ class Plan:
     def hash(self) -> str:
         """Of the model, the mesh and every decision; not of the costs."""
         lines = [self.model_hash, repr(self.mesh_shape)]
+        if self.pipeline is not None:
+            lines.append(f"{self.pipeline.schedule} {self.pipeline.axis} {self.pipeline.microbatches}")
+            lines += [f"{stage.number} {stage.starts} {stage.plan.hash}" for stage in self.stages]
         lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
         return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
+
+    @property
+    def every_entry(self) -> tuple[PlanEntry, ...]:
+        """The decisions, of all stages if there are any."""
+        return (*self.entries, *(entry for stage in self.stages for entry in stage.plan.entries))
 
     @property
     def discovered(self) -> tuple[OpWithoutRule, ...]:
@@ -96,7 +131,7 @@ class Plan:
     @property
     def communication_s(self) -> float:
         """Seconds of the moves between layouts."""
-        return sum(move.seconds for entry in self.entries for move in entry.moves)
+        return sum(move.seconds for entry in self.every_entry for move in entry.moves)
 
     @cached_property
     def frontier(self) -> tuple[tuple[int, float], ...]:
@@ -145,7 +180,7 @@ class Plan:
         inside = f"{pattern}[./]*" if pattern and not set(pattern) & set("*?[") else pattern
         return tuple(
             entry
-            for entry in self.entries
+            for entry in self.every_entry
             if any(
                 fnmatch.fnmatchcase(name, way)
                 for name in (entry.key, entry.module)
@@ -162,10 +197,16 @@ class Plan:
         """
         from autopar.report.explain import explanations_text
 
+        if self.pipeline is not None:
+            stages = [stage for stage in self.stages if stage.plan.explanations(pattern)]
+            told = [f"stage {stage.number}, one microbatch:\n{stage.plan.explain(pattern)}" for stage in stages]
+            return "\n".join(told) or explanations_text(self, pattern, ())
         return explanations_text(self, pattern, self.explanations(pattern))
 
     def explanations(self, pattern: str) -> tuple[Explanation, ...]:
-        """What `explain` tells, as values; repeated layers that decide alike are one."""
+        """What `explain` tells, as values; repeated layers that decide alike are one; of a pipeline, stage by stage."""
+        if self.pipeline is not None:
+            return tuple(item for stage in self.stages for item in stage.plan.explanations(pattern))
         matched = self.matching(pattern)
         folded = fold_keys({entry.key: (entry.signature(), entry.costs.prices) for entry in matched})
         if self.planning is not None:
@@ -197,6 +238,11 @@ class Plan:
         return self if self.step_ops is not None else self._asked("emitted").emitted(self)
 
     def _asked(self, question: str) -> Planning:
+        if self.pipeline is not None:
+            raise PlanError(
+                f"{question} is of one program, and this plan has stages",
+                fix="ask the plan of a stage, plan.stages[0].plan, or make_plan with other arguments",
+            )
         if self.planning is None:
             raise PlanError(
                 f"{question} needs the model, and this plan was loaded or received without it",
@@ -247,7 +293,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain dicts and lists."""
-        folded = fold_keys({entry.key: entry.signature() for entry in self.entries})
+        modules = {entry.key: (entry.kind, entry.module) for entry in self.entries}
+        folded = fold_in_order({entry.key: entry.signature() for entry in self.entries}, modules)
         by_key = {entry.key: entry for entry in self.entries}
         sections: dict[str, dict[str, Any]] = {"inputs": {}, "parameters": {}, "ops": {}}
         for text, members in folded.items():
@@ -271,6 +318,7 @@ class Plan:
                 "decisions": self.hash,
             },
             **sections,
+            **({"pipeline": self._pipeline_json()} if self.pipeline is not None else {}),
             "residency": self._residency_json(),
             "without_rule": [
                 {"op": it.op, "uses": it.uses, "rules": list(it.rules), "why": it.why, "where": it.where}
@@ -280,6 +328,10 @@ class Plan:
             "frontier": [list(point) for point in self.frontier] if "frontier" in self.__dict__ else None,
             "details": None if self.details is None else self.details.to_json(),
         }
+
+    def _pipeline_json(self) -> dict[str, Any]:
+        assert self.pipeline is not None
+        return {**asdict(self.pipeline), "stages": [stage.to_json() for stage in self.stages]}
 
     def _residency_json(self) -> dict[str, str]:
         """What happens to the values of the forward that the backward needs; what is not listed is kept, if needed."""
@@ -295,6 +347,11 @@ class Plan:
     def from_json(cls, data: Any) -> Plan:
         """A checked plan from plain dicts and lists; costs that are not those of its decisions are left out."""
         return _plan_of(PlanReader(data))
+
+    def without_problems(self) -> Plan:
+        """Without what was searched and simulated: what other ranks need."""
+        stages = tuple(replace(stage, plan=stage.plan.without_problems()) for stage in self.stages)
+        return replace(self, problem=None, step_ops=None, recomputation=None, planning=None, stages=stages)
 
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""
@@ -328,6 +385,11 @@ def _plan_of(reader: PlanReader) -> Plan:
         without_rule=reader.without_rule(),
         alternatives=reader.alternatives(predicted),
         details=reader.details(),
+        pipeline=reader.pipeline(len(mesh)),
+        stages=tuple(
+            StagePlan(plan=Plan.from_json(plan), **numbers)  # a plan of any schema
+            for numbers, plan in reader.stages()
+        ),
     )
     frontier = reader.frontier()
     if predicted.get("decisions") != plan.hash:
@@ -339,8 +401,10 @@ def _plan_of(reader: PlanReader) -> Plan:
 
 def _unpriced(plan: Plan) -> Plan:
     """An edited plan: none of the numbers in its file are those of its decisions."""
+    stages = (StagePlan(item.number, item.rank, item.starts, _unpriced(item.plan)) for item in plan.stages)
     return plan.repriced(
         entries=tuple(entry.priced(EntryCosts()) for entry in plan.entries),
+        stages=tuple(stages), pipeline=plan.pipeline and replace(plan.pipeline, bubble=0.0),
         step_s=0.0, recompute_s=0.0, peak_bytes=0, memory={}, cost=0.0, bound=0.0, alternatives={}, details=None,
         notes=("edited since it was priced: its costs are computed again when it is compiled",),
     )  # fmt: skip

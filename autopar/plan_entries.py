@@ -16,6 +16,11 @@ from autopar.sharding.layout import Layout, format_layout, parse_layout
 
 SCHEMA = 3
 RESIDENCIES = ("keep", "recompute")
+PIPELINE_NUMBERS = ("axis", "microbatches", "virtual_stages", "bubble")
+STAGE_NUMBERS = (
+    "number", "rank", "forward_s", "backward_input_s", "backward_weight_s", "in_flight", "activation_bytes",
+    "sent_bytes",
+)  # fmt: skip
 SECTIONS = ("parameters", "inputs", "ops")
 
 
@@ -77,17 +82,49 @@ class OpWithoutRule:
     where: str = ""  # the user's line of the first use
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the stages of a plan run. `axis`: of the mesh, along which they lie. `bubble`: the share of the step, over
+    all ranks, in which none computes, as simulated."""
+
+    axis: int
+    schedule: str
+    microbatches: int
+    virtual_stages: int = 1  # of each rank
+    bubble: float = 0.0
+
+
 def plan_json_text(data: dict[str, Any]) -> str:
-    """JSON with one line per decision, and the lists of numbers on one line each."""
-    lists = json.JSONEncoder(indent=None).encode
-    lines = [f" {json.dumps(name)}: {_section_text(value, lists)}" for name, value in data.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """JSON with one line per decision, of every stage too, and the lists of numbers on one line each."""
+    return _plan_text(data, "") + "\n"
 
 
-def _section_text(value: Any, encode: Callable[[Any], str]) -> str:
+def _plan_text(data: dict[str, Any], margin: str) -> str:
+    lines = {name: _section_text(value, f"{margin} ") for name, value in data.items() if name != "pipeline"}
+    if "pipeline" in data:
+        lines["pipeline"] = _pipeline_text(data["pipeline"], f"{margin} ")
+    return _block({name: lines[name] for name in data}, margin)
+
+
+def _section_text(value: Any, margin: str) -> str:
     if not isinstance(value, dict) or not value:
-        return encode(value)
-    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {encode(item)}" for name, item in value.items()) + "\n }"
+        return json.dumps(value)
+    return _block({name: json.dumps(item) for name, item in value.items()}, margin)
+
+
+def _pipeline_text(data: dict[str, Any], margin: str) -> str:
+    stages = []
+    for stage in data["stages"]:
+        texts = {name: json.dumps(value) for name, value in stage.items() if name != "plan"}
+        stages.append(_block({**texts, "plan": _plan_text(stage["plan"], f"{margin}  ")}, f"{margin} "))
+    texts = {name: json.dumps(value) for name, value in data.items() if name != "stages"}
+    return _block({**texts, "stages": f"[{', '.join(stages)}]"}, margin)
+
+
+def _block(texts: Mapping[str, str], margin: str) -> str:
+    """A dict of what is JSON already, one line or block per name."""
+    lines = (f"{margin} {json.dumps(name)}: {text}" for name, text in texts.items())
+    return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
 
 
 def _texts(layouts: tuple[Layout, ...]) -> list[str]:
@@ -203,6 +240,33 @@ class PlanReader:
     def details(self) -> PlanDetails | None:
         """What was measured of the emitted program."""
         return None if self.data.get("details") is None else read_details(self.data["details"])
+
+    def pipeline(self, axes: int) -> Pipeline | None:
+        """How the stages run, if there are any."""
+        if "pipeline" not in self.data:
+            return None
+        found = self.field(self.data, "pipeline", dict)
+        numbers = {name: self.number(found, name) for name in PIPELINE_NUMBERS}
+        whole = {name: int(numbers[name]) for name in PIPELINE_NUMBERS if name != "bubble"}
+        if whole["axis"] >= axes or whole["microbatches"] < 1 or whole["virtual_stages"] < 1:
+            raise PlanFormatError(f"a pipeline of {whole} on a mesh of {axes} axes", where="pipeline")
+        if not self.field(found, "stages", list):
+            raise PlanFormatError("a pipeline without stages", where="pipeline")
+        return Pipeline(schedule=self.field(found, "schedule", str), bubble=numbers["bubble"], **whole)
+
+    def stages(self) -> list[tuple[dict[str, Any], Any]]:
+        """Of each stage its numbers and where it starts, and its plan, not read yet."""
+        found = self.data["pipeline"]["stages"] if "pipeline" in self.data else []
+        return [self._stage(number, item) for number, item in enumerate(found)]
+
+    def _stage(self, number: int, item: Any) -> tuple[dict[str, Any], Any]:
+        if not isinstance(item, dict):
+            raise PlanFormatError(f"stage {number} is {item!r}, expected a dict", where="pipeline")
+        numbers = {name: self.number(item, name) for name in STAGE_NUMBERS}
+        exact: dict[str, Any] = {name: value if name.endswith("_s") else int(value) for name, value in numbers.items()}
+        if exact["number"] != number:
+            raise PlanFormatError(f"stage {exact['number']} stands at place {number}", where="pipeline")
+        return {**exact, "starts": self.field(item, "starts", str)}, item.get("plan")
 
     def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
+from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.twins import run_apart
 from autopar.runtime.virtual_run import program_values
@@ -264,13 +266,17 @@ class _Strided(torch.fx.Interpreter):
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
     """One step of a parallel module on these inputs, everything gathered."""
     args, kwargs = fresh_inputs(args, kwargs)
-    result = pmodel(*args, **kwargs)
+    with pmodel.outputs_everywhere() if isinstance(pmodel, PipelineModule) else nullcontext():
+        result = pmodel(*args, **kwargs)
     leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
     names = [output.name for output in program.outputs]
     marked = zip(program.output_leaves, leaves, strict=True)
     outputs = {names[mark.index]: leaf for mark, leaf in marked if isinstance(mark, LeafIndex)}
     _run_backward(program, {item.name: outputs[item.name] for item in program.outputs if item.differentiable})
-    gradients = {name: _full(item.grad) for name, item in pmodel.named_parameters() if item.grad is not None}
+    if isinstance(pmodel, PipelineModule):
+        gradients = pmodel.full_gradients()
+    else:
+        gradients = {name: _full(item.grad) for name, item in pmodel.named_parameters() if item.grad is not None}
     gradients |= {name: _full(item) for name, item in input_gradients(args, kwargs).items()}
     written = {output.name for output in program.outputs if output.kind is OutputKind.BUFFER}
     buffers = {name: _full(item) for name, item in pmodel.named_buffers() if name in written}

@@ -106,7 +106,8 @@ def main() -> None:
         rule = "| " + " | ".join("---" for _ in table.columns) + " |"
         machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
         text = f"# Planning speed\n\nBy `benchmarks/planning.py`, {date.today()}, one core of a shared {machine}.\n\n"
-        DOCS.write_text(text + "\n".join([head, rule, *lines]) + "\n", encoding="utf-8")
+        rest = "".join(DOCS.read_text(encoding="utf-8").partition("\n## ")[1:])  # sections of other benchmarks
+        DOCS.write_text(text + "\n".join([head, rule, *lines]) + "\n" + rest, encoding="utf-8")
 
 
 def _in_own_process(case: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from autopar.sharding.layout import Layout, local_chunk
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.strategies import Strategy
 
+WORK_SHARE = "work_share"  # in a node's meta: the part of the rows given to it on which an op works, as is expected
+
 
 @dataclass(frozen=True, slots=True)
 class RankGeometry:

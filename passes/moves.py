@@ -80,8 +80,10 @@ class _Change:
 def _slice(change: _Change, value: fx.Node) -> fx.Node:
     """Replicate to Shard: keep this rank's chunk. A copy, so that the full value can be freed (inputs stay anyway)."""
     dim = _dim(change.step.target)
-    index = change.build.geometry.coordinates[change.step.axis]
-    start, length = chunk(change.length(change.before, dim), change.ranks, index)
+    geometry = change.build.geometry
+    begin = geometry.chunk(change.shape, change.before)[0][dim]
+    offsets, lengths = geometry.chunk(change.shape, change.after)
+    start, length = offsets[dim] - begin, lengths[dim]
     kept = change.build.op(aten.slice.Tensor, value, dim, start, start + length)
     if value.op == "placeholder" and dim == 0:
         return kept

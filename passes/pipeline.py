@@ -14,6 +14,7 @@ from autopar.passes.check_graph import check_moves_agree, check_recomputed, chec
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.localize import fake_mode_of, localize
+from autopar.passes.observed import ExpertCount, counts_of
 from autopar.passes.recompute import recompute
 from autopar.passes.schedule_collectives import schedule_collectives
 from autopar.passes.split_phases import split_phases
@@ -63,6 +64,11 @@ class LocalProgram:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     joint: fx.GraphModule  # the same nodes before the split; not to be called
+
+    @property
+    def expert_counts(self) -> tuple[ExpertCount, ...]:
+        """What the counts that the forward returns between its results and the saved tensors are of."""
+        return counts_of(self.forward.graph)
 
     @property
     def saved(self) -> tuple[str, ...]:

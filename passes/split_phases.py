@@ -10,6 +10,7 @@ from torch import fx
 from autopar.capture.program import InputKind, OutputKind, Program, results_of
 from autopar.passes.boxed import boxed
 from autopar.passes.copy_graph import copy_node
+from autopar.passes.observed import observed
 from autopar.passes.storages import view_base, view_root
 
 
@@ -17,8 +18,8 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     """(forward, backward) graphs of a joint graph, both boxed; no backward where the program has no gradients.
 
     The forward takes every placeholder that is no tangent, in order, and returns the program's outputs that are no
-    gradients, then the saved tensors. The backward takes the saved tensors, then the tangents, under their names in the
-    joint graph, and returns the gradients.
+    gradients, then counts of tokens by expert (`observed`), then the saved tensors. The backward takes the saved
+    tensors, then the tangents, under their names in the joint graph, and returns the gradients.
 
     Invariant: together they compute what the joint graph computes, in its order. Ensures: a view of another saved value
     or of an input is not saved: its base is, and the backward takes the view again.
@@ -31,7 +32,7 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     tangents = [node for node in gm.graph.nodes if node.op == "placeholder" and node in backward]
     saved, replayed = _saved(gm.graph, backward, gradients) if gradients else ([], [])
     early = [node for node in gm.graph.nodes if node.op != "output" and node not in backward]
-    forward_graph = _graph_of([], early, [*results, *saved])
+    forward_graph = _graph_of([], early, [*results, *observed(early), *saved])
     if not gradients:
         return boxed(gm, forward_graph), None
     late = [node for node in gm.graph.nodes if node in backward and node not in tangents]

@@ -37,9 +37,10 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "plan_entries": {"folding", "sharding", "plan_details"},
     "plan_questions": {"plan_entries"},
     "plan": PLAN_PARTS | {"folding", "mesh", "report", "search", "cost_models", "schedules"},
+    "stages": FOUNDATION | {"capture", "sharding", "passes"},  # a program cut along time and depth: never prices
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),
-    "runtime.lockstep": {"runtime.virtual_groups", "torch_compat"},
+    "runtime.lockstep": {"runtime.virtual_groups", "torch_compat", "ops"},
     "sharding.execution": FOUNDATION | VIRTUAL | {"sharding", "passes"},  # an op emitted and run on all ranks
     "sharding.check_rule": VIRTUAL | {"sharding", "sharding.execution"},  # a rule's proof
     "sharding.discovery": VIRTUAL | FOUNDATION | {"sharding", "sharding.execution"},  # rules found by running ops
@@ -58,17 +59,20 @@ ROOMS_BELOW: dict[str, set[str]] = {
         "search",
         "search.stages",
         "schedules",
+        "stages",
     },
     "runtime": FOUNDATION
     | VIRTUAL
-    | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"},
+    | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"}
+    | {"stages"},
     "nn": FOUNDATION,
     "optim": {"torch_compat"},
     "model_source": {"source"},
-    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models"},
+    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},
     "compiler": FOUNDATION
-    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"},
+    | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"}
+    | {"stages"},
 }
 # The front door: it may import every room, and no room may import it.
 FRONT_DOOR = {"__init__", "__main__", "api", "cli", "commands", "plan_commands", "zoo"}

@@ -13,6 +13,9 @@ from torch.utils._pytree import TreeSpec
 
 from autopar.errors import OmittedOutputError
 
+BETWEEN_STAGES = "value:"
+"""How the names of values begin that go from one pipeline stage to another."""
+
 
 class InputKind(Enum):
     PARAMETER = "parameter"
@@ -21,6 +24,7 @@ class InputKind(Enum):
     TANGENT = "tangent"  # the gradient that arrives at an output
     SEED = "seed"  # the step's random seed, int64 scalar
     CONSTANT = "constant"  # a tensor that the model holds but does not register
+    ARRIVING = "arriving"  # a value of an earlier pipeline stage
 
 
 class OutputKind(Enum):
@@ -28,6 +32,7 @@ class OutputKind(Enum):
     OUTPUT = "output"
     BUFFER = "buffer"  # the new value of a mutated buffer
     GRADIENT = "gradient"
+    LEAVING = "leaving"  # a value for later pipeline stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,11 @@ class ProgramOutput:
     name: str
     differentiable: bool = False  # has a tangent among the inputs
 
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether it is a gradient that the backward of a pipeline stage gives to an earlier stage."""
+        return self.kind is OutputKind.GRADIENT and self.name.startswith(BETWEEN_STAGES)
+
 
 @dataclass(frozen=True, slots=True)
 class LeafIndex:
@@ -64,6 +74,7 @@ class OmittedOutput:
 
     name: str
     type_name: str
+    remedy: str = "return its tensors in tuples, lists or dicts (a cache: use_cache=False, and ask the original model)"
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise self._error()
@@ -80,7 +91,7 @@ class OmittedOutput:
     def _error(self) -> OmittedOutputError:
         return OmittedOutputError(
             f"the output {self.name!r}, a {self.type_name}, is not carried over by the distributed program",
-            fix="return its tensors in tuples, lists or dicts (a cache: use_cache=False, and ask the original model)",
+            fix=self.remedy,
         )
 
 

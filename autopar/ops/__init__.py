@@ -4,6 +4,26 @@ Each has a fake kernel, a sharding rule (`autopar/sharding/rules/custom.py`) and
 (`passes/local_forms/custom.py`).
 """
 
-from autopar.ops import attention, balanced_assignment, batch_norm, ctc, experts, grouped, random_bits, recurrent
+from autopar.ops import (
+    attention,
+    balanced_assignment,
+    batch_norm,
+    ctc,
+    dispatch,
+    experts,
+    grouped,
+    random_bits,
+    recurrent,
+)
 
-__all__ = ["attention", "balanced_assignment", "batch_norm", "ctc", "experts", "grouped", "random_bits", "recurrent"]
+__all__ = [
+    "attention",
+    "balanced_assignment",
+    "batch_norm",
+    "ctc",
+    "dispatch",
+    "experts",
+    "grouped",
+    "random_bits",
+    "recurrent",
+]

@@ -45,7 +45,7 @@ def choices_of(index: Tensor, first: int, experts: int) -> Choices:
     number = torch.where(own, index - first, experts).flatten()
     order = torch.argsort(number, stable=True)
     groups = spans(torch.bincount(number, minlength=experts + 1).cumsum(0), 0, experts)
-    order = order[: groups[-1][1]]
+    order = order[: groups[-1][1] if groups else 0]
     slot = (own.cumsum(1) - 1).flatten()[order]
     token, column = order // index.shape[1], order % index.shape[1]
     return Choices(token, column, number[order], slot, groups, int(own.sum(1).max()) if own.numel() else 0)

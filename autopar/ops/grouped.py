@@ -45,7 +45,8 @@ def outer_product(left: Tensor, right: Tensor, groups: list[tuple[int, int]]) ->
 
 def group_sums(rows: Tensor, groups: list[tuple[int, int]]) -> Tensor:
     """[R, N] -> [E, N]."""
-    return torch.stack([rows[start:end].sum(0) for start, end in groups])
+    sums = [rows[start:end].sum(0) for start, end in groups]
+    return torch.stack(sums) if sums else rows.new_zeros((0, rows.shape[1]))
 
 
 @op("grouped_mm(Tensor rows, Tensor matrices, Tensor ends, SymInt first) -> Tensor")

@@ -9,7 +9,7 @@ from autopar.plan import Plan
 from autopar.plan_questions import Alternative, Explanation
 from autopar.planner.decisions import Decision
 from autopar.planner.make import Planner
-from autopar.report.text import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, seconds_text
 
 TIGHT = 0.9  # of the limit: memory binds from here on
 

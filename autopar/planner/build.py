@@ -158,6 +158,7 @@ def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[in
     arguments: list[int] = []
     matrices: list[Matrix] = []
     parameters = {decision.name: index for index, decision in enumerate(decisions) if decision.kind == "parameter"}
+    tangents = {decision.name: index for index, decision in enumerate(decisions) if decision.kind == "tangent"}
     for index, decision in enumerate(decisions):
         for argument, source in enumerate(decision.sources):
             edges.append((source.decision, index))
@@ -166,6 +167,10 @@ def _edges(decisions: Sequence[Decision], prices: Prices) -> tuple[list[tuple[in
             matrices.append(costs.matrix(decisions[source.decision], source.output, decision, argument, window))
         if decision.kind == "gradient" and decision.name in parameters:
             edges.append((parameters[decision.name], index))
+            arguments.append(TIED)
+            matrices.append(costs.tie(len(decision.strategies)))
+        if decision.key == f"leaving:{decision.name}" and decision.name in tangents:
+            edges.append((tangents[decision.name], index))  # what comes back of it lies as it does
             arguments.append(TIED)
             matrices.append(costs.tie(len(decision.strategies)))
     return edges, arguments, matrices

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.saved_values import late_decisions
 from autopar.sharding.layout import Layout, format_layout, parse_layout
+from autopar.sharding.rules.experts import ALL_TO_ALL
 from autopar.sharding.strategies import Strategy
 
 RESIDENCIES = ("keep", "recompute")
@@ -25,7 +27,8 @@ RESIDENCIES = ("keep", "recompute")
 class Constraint:
     """Everything whose name matches `pattern` (shell style) has `layout`: a parameter's, an input's, an op's output.
 
-    In place of a layout, `keep` or `recompute` says how the backward gets the values of ops of the forward.
+    In place of a layout, `keep` or `recompute` says how the backward gets the values of ops of the forward. Of a layer
+    of experts, `A` in place of `S0` says that tokens go to their experts by all-to-all along that axis.
 
     >>> Constraint("*.mlp.*.weight", "R,S0").layout
     'R,S0'
@@ -37,6 +40,10 @@ class Constraint:
     @property
     def is_residency(self) -> bool:
         return self.layout in RESIDENCIES
+
+    @property
+    def all_to_all_axes(self) -> tuple[int, ...]:
+        return tuple(axis for axis, word in enumerate(self.layout.split(",")) if word.strip() == "A")
 
 
 def as_constraints(
@@ -61,9 +68,15 @@ def _as_constraint(item: Any) -> Constraint:
 
 
 def apply_constraints(
-    planning: PlanningProblem, constraints: tuple[Constraint, ...], parameter_layouts: Mapping[str, Layout] | None
+    planning: PlanningProblem,
+    constraints: tuple[Constraint, ...],
+    parameter_layouts: Mapping[str, Layout] | None,
+    boundary_layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> PlanningProblem:
-    """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet."""
+    """The problem with only the pinned strategies allowed. Raises ConstraintError for a pin that nothing can meet.
+
+    `boundary_layouts`: by the keys of decisions, of what other pipeline stages send or expect.
+    """
     allowed: dict[int, npt.NDArray[np.bool_]] = {}
     for constraint in constraints:
         if constraint.is_residency:
@@ -71,7 +84,7 @@ def apply_constraints(
         layout = _layout(constraint, len(planning.mesh_shape))
         matched = _matching(planning, constraint.pattern)
         for index in matched:
-            mask = _mask(planning.decisions[index], layout)
+            mask = _mask(planning.decisions[index], layout, constraint.all_to_all_axes)
             allowed[index] = allowed.get(index, np.ones(len(mask), dtype=bool)) & mask
             if not allowed[index].any():
                 raise ConstraintError(
@@ -80,6 +93,8 @@ def apply_constraints(
     for index, decision in enumerate(planning.decisions):
         if decision.kind == "parameter" and parameter_layouts and decision.name in parameter_layouts:
             allowed[index] = _mask(decision, parameter_layouts[decision.name])
+        if decision.key in boundary_layouts:
+            allowed[index] = _mask(decision, boundary_layouts[decision.key])
     return pinned(planning, allowed) if allowed else planning
 
 
@@ -119,7 +134,8 @@ def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...
 
 def _layout(constraint: Constraint, axes: int) -> Layout:
     try:
-        return parse_layout(constraint.layout, axes)
+        words = ("S0" if word.strip() == "A" else word for word in constraint.layout.split(","))
+        return parse_layout(",".join(words), axes)
     except PlanFormatError as error:
         raise ConstraintError(f"the constraint {constraint.pattern!r}: {error.what}", fix=error.fix or _FORM) from error
 
@@ -139,8 +155,17 @@ def _matching(planning: PlanningProblem, pattern: str) -> list[int]:
     return found
 
 
-def _mask(decision: Decision, layout: Layout) -> npt.NDArray[np.bool_]:
+def _mask(decision: Decision, layout: Layout, all_to_all: tuple[int, ...] = ()) -> npt.NDArray[np.bool_]:
+    """Which strategies give the layout, and run as an all-to-all of tokens along the axes `all_to_all`."""
     mask = np.array([_output(strategy) == layout for strategy in decision.strategies])
+    if all_to_all and mask.any():
+        mask &= [set(all_to_all) <= set(strategy.axes_with(ALL_TO_ALL)) for strategy in decision.strategies]
+        if not mask.any():
+            raise ConstraintError(
+                f"{decision.key} cannot send its tokens by all-to-all along axes {list(all_to_all)} of the mesh",
+                where=decision.where,
+                fix="pin a layer of experts whose tokens and experts can be cut along these axes",
+            )
     if not mask.any():
         known = sorted({format_layout(_output(strategy)) for strategy in decision.strategies})
         raise ConstraintError(

@@ -145,10 +145,14 @@ class DecisionList:
         axes = len(self.mesh_shape)
         if kind is InputKind.PARAMETER:
             return [layout for layout in layouts_of(spec, self.mesh_shape) if storable(spec, layout, self.mesh_shape)]
-        if kind in (InputKind.INPUT, InputKind.TANGENT):
-            layouts = layouts_of(spec, self.mesh_shape)
-            return [layout for layout in layouts if shardable(spec, layout, self.mesh_shape, even=True)]
+        if kind in (InputKind.INPUT, InputKind.TANGENT, InputKind.ARRIVING):
+            return list(self._even_layouts(spec))
         return [replicated(axes)]
+
+    def _even_layouts(self, spec: TensorSpec) -> tuple[Layout, ...]:
+        """Replicas and equal shards."""
+        layouts = layouts_of(spec, self.mesh_shape)
+        return tuple(layout for layout in layouts if shardable(spec, layout, self.mesh_shape, even=True))
 
     def _add_op(self, node: fx.Node) -> None:
         call = self._calls[node.name]
@@ -195,7 +199,10 @@ class DecisionList:
         return sum(local_bytes(spec, layout, self.mesh_shape) for spec, layout in pairs if spec is not None)
 
     def _add_results(self) -> None:
-        """Gradients take their parameter's layout; a loss, a buffer and an outside output are replicated."""
+        """Gradients take their parameter's layout; a loss, a buffer and an outside output are replicated.
+
+        What goes to another pipeline stage leaves in any layout that the other can take.
+        """
         parameters = {item.name: item for item in self.decisions if item.kind == "parameter"}
         has_loss = any(output.kind is OutputKind.LOSS for output in self.program.outputs)
         for output, value in zip(self.program.outputs, self.program.results, strict=True):
@@ -207,6 +214,8 @@ class DecisionList:
             assert spec is not None
             parameter = parameters.get(output.name) if output.kind is OutputKind.GRADIENT else None
             layouts = tuple(strategy.outputs[0] for strategy in parameter.strategies) if parameter else ()
+            if output.kind is OutputKind.LEAVING or output.is_between_stages:
+                layouts = self._even_layouts(spec)
             layouts = layouts or (replicated(len(self.mesh_shape)),)
             held = [local_bytes(spec, layout, self.mesh_shape) for layout in layouts]
             module = parameter.module if parameter else ""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.capture.program import BETWEEN_STAGES
 from autopar.errors import InfeasibleProblemError, NotDivisibleError, PlanError
 from autopar.planner.build import TIED, PlanningProblem
 from autopar.planner.decisions import Decision, Source
@@ -25,6 +26,7 @@ from autopar.search import FORBIDDEN, Problem, evaluate, solve
 from autopar.sharding.layout import Layout, replicated, shard_dim
 
 HAND_PLANS = ("ddp", "zero2", "fsdp", "megatron")
+INPUTS = ("input", "tangent", "arriving")
 Choice = tuple[int, ...]
 Mask = npt.NDArray[np.bool_]  # of a decision's strategies
 
@@ -38,7 +40,8 @@ def hand_plan(planning: PlanningProblem, name: str, *, time_limit_s: float, seed
 
 def batch_size(decisions: Sequence[Decision]) -> int:
     """The size of dim 0 that most inputs share."""
-    shapes = [spec.shape for decision in decisions if decision.kind == "input" for spec in decision.specs if spec]
+    kinds = ("input", "arriving")
+    shapes = [spec.shape for decision in decisions if decision.kind in kinds for spec in decision.specs if spec]
     sizes = [shape[0] for shape in shapes if shape]
     if not sizes:
         raise PlanError("no input has a batch dim", fix="use search='ilp'")
@@ -86,8 +89,9 @@ class _Follower:
     def _pick(self, index: int, decision: Decision) -> int:
         if decision.kind == "parameter":
             return find_layout(decision, replicated(len(self.planning.mesh_shape)))
-        if decision.kind in ("input", "tangent"):
-            return self._input(decision)
+        if decision.kind in INPUTS:
+            own = self._input(decision)
+            return self._allowed(index, own) if decision.name.startswith(BETWEEN_STAGES) else own
         if decision.kind == "op" and all(self._is_whole(source) for source in decision.sources):
             return 0  # what does not depend on the batch is computed on every rank: the replicated strategy comes first
         moves = np.zeros(len(decision.strategies))
@@ -97,6 +101,11 @@ class _Follower:
         total = moves * 1e3 + compute  # moving nothing comes first: this is the plan's idea, not an optimum
         return int(np.argmin(total))
 
+    def _allowed(self, index: int, pick: int) -> int:
+        """The pick, or what the other pipeline stage has it pinned to."""
+        costs = self.planning.problem.costs[index]
+        return pick if costs[pick] < FORBIDDEN else int(np.argmin(costs))
+
     def _is_whole(self, source: Source) -> bool:
         strategy = self.planning.decisions[source.decision].strategies[self.choice[source.decision]]
         return strategy.outputs[source.output] == replicated(len(self.batch))
@@ -104,7 +113,8 @@ class _Follower:
     def _input(self, decision: Decision) -> int:
         spec = decision.specs[0]
         assert spec is not None
-        has_batch = bool(spec.shape) and spec.shape[0] == self.size
+        between = decision.name.startswith(BETWEEN_STAGES)  # may have the batch and another dim in one
+        has_batch = bool(spec.shape) and (spec.shape[0] % self.size == 0 if between else spec.shape[0] == self.size)
         return find_layout(decision, self.batch if has_batch else replicated(len(self.batch)))
 
 
@@ -236,7 +246,7 @@ def _megatron_mask(decision: Decision, base: Sequence[object], axes: int) -> Mas
     same = [tuple(strategy.rules[:-1]) == tuple(base[: axes - 1]) for strategy in decision.strategies]
     whole = [shard_dim(strategy.outputs[0][-1]) is None for strategy in decision.strategies]
     mask: Mask = np.array(same, dtype=bool)
-    if decision.kind in ("input", "tangent"):
+    if decision.kind in INPUTS:
         mask &= np.array(whole, dtype=bool)
     elif _is_matrix(decision) and np.any(mask > np.array(whole, dtype=bool)):
         mask &= ~np.array(whole, dtype=bool)

@@ -14,6 +14,7 @@ from autopar.capture.program import Program
 from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
+from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
@@ -55,6 +56,7 @@ class Options:
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
+    boundary_layouts: Mapping[str, Layout] = field(default_factory=dict)  # of what other pipeline stages send or expect
     time_limit_s: float = 30.0  # processor time of all searches; a fraction of it where no memory limit binds
     seed: int = 0
     discovery: Discovery | None = None
@@ -97,6 +99,11 @@ class Planned:
     rules: RuleBook
     planner: Planner
     best: Candidate
+
+    @property
+    def local(self) -> LocalProgram:
+        """The program of the busiest rank."""
+        return self.best.measured.local
 
 
 def program_hash(program: Program) -> str:
@@ -177,7 +184,9 @@ class Planner:
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
-        self.planning = apply_constraints(planning, self.options.constraints, self.options.parameter_layouts)
+        self.planning = apply_constraints(
+            planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
+        )
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from autopar.cost_models.simulator import StepOps
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram, emit_ranks
-from autopar.plan import OpWithoutRule, PlanEntry
 from autopar.plan_details import MoveCost, PlanDetails
+from autopar.plan_entries import OpWithoutRule, PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision, Optimizer
 from autopar.planner.emitted_ops import emitted_ops

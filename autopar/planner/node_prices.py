@@ -18,8 +18,8 @@ from torch import fx
 from autopar.cost_models.compute import memory_bound_price
 from autopar.cost_models.formula import Priced
 from autopar.fake_calls import FakeCalls
-from autopar.passes.collectives import collective_kind, is_collective, is_wait
-from autopar.passes.local_call import GraphBuilder, LocalCall, RankGeometry
+from autopar.passes.collectives import collective_kind, collective_splits, is_collective, is_wait
+from autopar.passes.local_call import WORK_SHARE, GraphBuilder, LocalCall, RankGeometry
 from autopar.passes.local_forms import local_form_of
 from autopar.passes.storages import view_base
 from autopar.planner.prices import Prices
@@ -52,8 +52,9 @@ def computes(node: fx.Node) -> bool:
 
 
 def compute_seconds(node: fx.Node, prices: Prices) -> float:
-    """Seconds of a node that computes."""
-    return prices.local_op(call_of(node))
+    """Seconds of a node that computes: of the part of its rows that it works on, where its local form noted one."""
+    share: float = node.meta.get(WORK_SHARE, 1.0)
+    return share * prices.local_op(call_of(node))
 
 
 def collective_call(node: fx.Node, geometry: RankGeometry) -> CollectiveCall:
@@ -61,15 +62,16 @@ def collective_call(node: fx.Node, geometry: RankGeometry) -> CollectiveCall:
     kind = collective_kind(node)
     axis = next(index for index, name in enumerate(geometry.group_names) if name in node.args)
     value = node if kind == "all_gather" else node.all_input_nodes[0]
-    if kind == "all_to_all":
+    if kind == "all_to_all" and collective_splits(node) is not None:
         return exchange_call(node, axis, geometry.coordinates[axis])
     return CollectiveCall(kind, axis, _bytes(value.meta["val"]))
 
 
 def exchange_call(node: fx.Node, axis: int, here: int) -> CollectiveCall:
     """An all-to-all, or what it is where a rank keeps its own share to itself: messages to a neighbour or two."""
-    args: Any = node.args
-    source, coming, sent, _ = args
+    splits = collective_splits(node)
+    assert splits is not None
+    source, (coming, sent) = node.all_input_nodes[0], splits
     own, arriving = (_bytes(value.meta["val"]) for value in (source, node))
     if sent[here]:  # in equal shares, the buffer holds what stays here too
         return CollectiveCall("all_to_all", axis, own)

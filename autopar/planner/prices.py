@@ -26,14 +26,17 @@ from autopar.cost_models.formula import Priced, total
 from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
+from autopar.ops.dispatch import expected_copies
 from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.rule import Dispatch
 from autopar.sharding.strategies import Strategy, local_bytes
 from autopar.sharding.windows import Halo, halo_rows
 
 Seconds = npt.NDArray[np.float64]
 Shapes = list[tuple[int, ...]]
 
+COUNT_BYTES = 8  # of an int64: how many rows a rank sends another
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -181,7 +184,17 @@ class Prices:
                 pairs = ((call.inputs[index], strategy.inputs[index]) for index in rule.ring.tensors)
                 sent = sum(local_bytes(spec, layout, self.mesh.shape) for spec, layout in pairs)
                 found.append(("send", sent, axis, rule.ring.rounds * (self.mesh.shape[axis] - 1)))
+            if rule.dispatch is not None:
+                found += [("all_to_all", size, axis, 1) for size in self._sent(call, strategy, axis, rule.dispatch)]
         return [item for item in found if item[1] or item[0] != "send"]
+
+    def _sent(self, call: OpCall, strategy: Strategy, axis: int, dispatch: Dispatch) -> tuple[float, float, float]:
+        """Bytes of three all-to-alls: how many rows, the rows, the results; choices spread evenly over the ranks."""
+        ranks = self.mesh.shape[axis]
+        first = dispatch.tensors[0]
+        rows = local_shape(call.inputs[first].shape, strategy.inputs[first], self.mesh.shape)[0]
+        copies = rows * expected_copies(dispatch.choices, ranks)
+        return COUNT_BYTES * ranks, copies * dispatch.row_bytes, copies * dispatch.returned_bytes
 
     def _halo_bytes(self, call: OpCall, strategy: Strategy, axis: int, halo: Halo) -> float:
         """What the rank in the middle receives of a neighbour, over one link."""
@@ -210,10 +223,12 @@ class Prices:
 
 
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
-    """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole."""
+    """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole; of what is
+    dispatched, a rank meets as much as if it met the whole and worked on its experts alone."""
     layouts = list(strategy.inputs)
     for axis, rule in enumerate(strategy.rules):
-        for index in rule.ring.tensors if rule.ring is not None else ():
+        met = rule.ring or rule.dispatch
+        for index in met.tensors if met is not None else ():
             layouts[index] = (*layouts[index][:axis], REPLICATE, *layouts[index][axis + 1 :])
     return tuple(layouts)
 

@@ -11,7 +11,8 @@ from typing import Any
 from autopar.capture.program import Program
 from autopar.errors import PlanError
 from autopar.mesh import as_mesh
-from autopar.plan import Plan, PlanEntry
+from autopar.plan import Plan
+from autopar.plan_entries import PlanEntry
 from autopar.plan_questions import Change, Explanation
 from autopar.planner.alternatives import Alternatives
 from autopar.planner.answers import answers
@@ -19,6 +20,7 @@ from autopar.planner.constraints import Constraint, as_constraints, pinned_decis
 from autopar.planner.decisions import Decision
 from autopar.planner.formulas import Formulas
 from autopar.planner.make import Candidate, Planned, Planner
+from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.residency import Residency
 from autopar.search import evaluate, peak_usage
 
@@ -34,6 +36,19 @@ Recapture = Callable[[int], Program]
 def with_questions(planned: Planned, recapture: Recapture) -> Plan:
     """The plan with what it needs to answer questions."""
     return replace(planned.plan, planning=Session(planned.planner, planned.best, recapture))
+
+
+def with_stage_questions(planned: PlannedPipeline) -> Plan:
+    """The plan of a pipeline, whose stages' plans answer for themselves."""
+    stages = zip(planned.plan.stages, planned.stages, strict=True)
+    answering = tuple(replace(stage, plan=with_questions(own, _no_other_batch)) for stage, own in stages)
+    return replace(planned.plan, stages=answering)
+
+
+def _no_other_batch(size: int) -> Program:
+    raise PlanError(
+        f"a stage cannot be planned for a batch of {size} alone", fix="plan again with example_inputs of that size"
+    )
 
 
 @dataclass(frozen=True)

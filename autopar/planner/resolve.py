@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.errors import PlanError
-from autopar.plan import Plan, PlanEntry
+from autopar.plan import Plan
+from autopar.plan_entries import PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.make import program_hash
 from autopar.planner.residency import Residency
 from autopar.planner.saved_values import SavedValues, late_decisions
-from autopar.report.text import bytes_text, seconds_text
-from autopar.sharding.layout import format_layout
+from autopar.report.figures import bytes_text, seconds_text
+from autopar.sharding.layout import Layout, format_layout
 from autopar.sharding.strategies import Strategy
 
 
@@ -32,8 +34,13 @@ def residency_of(decisions: Sequence[Decision], plan: Plan) -> Residency:
     return Residency(SavedValues(decisions).closed(found), once)
 
 
-def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
-    """The choice that `plan` makes. Raises PlanError for another model or mesh, or a layout no rule allows."""
+def resolve(
+    planning: PlanningProblem, plan: Plan, boundary: Mapping[str, Layout] = MappingProxyType({})
+) -> tuple[int, ...]:
+    """The choice that `plan` makes. Raises PlanError for another model or mesh, or a layout no rule allows.
+
+    `boundary`: by key, how values leave for other pipeline stages, as those stages' plans have it.
+    """
     if plan.mesh_shape != planning.mesh_shape:
         raise PlanError(
             f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {planning.mesh_shape}",
@@ -49,7 +56,9 @@ def resolve(planning: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     choice = []
     for decision in planning.decisions:
         pick = 0
-        if decision.kind == "gradient":
+        if decision.key in boundary:
+            pick = _with_output(decision, boundary[decision.key])
+        elif decision.kind == "gradient":
             pick = by_name.get(decision.name, 0)
         elif decision.key in entries:
             pick = _find(decision, entries[decision.key])
@@ -95,6 +104,13 @@ def what_was_recomputed(given: Plan, fresh: Plan) -> tuple[str, ...]:
         )
     why = ", ".join(reasons) or "its numbers are not those of these prices"
     return (f"time, memory and costs were computed again, since {why}{numbers}",)
+
+
+def _with_output(decision: Decision, layout: Layout) -> int:
+    for index, strategy in enumerate(decision.strategies):
+        if strategy.outputs[0] == layout:
+            return index
+    raise PlanError(f"{decision.key} cannot leave as {format_layout(layout)}", fix="plan again")
 
 
 def _find(decision: Decision, entry: PlanEntry) -> int:

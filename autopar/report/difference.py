@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from autopar.folding import fold_keys
+from autopar.report.figures import bytes_text, seconds_text
 from autopar.report.pictures import communication_of
-from autopar.report.text import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, PlanEntry
@@ -18,7 +18,7 @@ NOISE_S = 1e-9
 def diff_plans(left: Plan, right: Plan) -> str:
     """Totals of both, collectives and memory where they differ, then the folded entries that differ."""
     lines = [*_totals(left, right), *_collectives(left, right), *_memory(left, right)]
-    ours, theirs = ({entry.key: entry for entry in plan.entries} for plan in (left, right))
+    ours, theirs = ({entry.key: entry for entry in plan.every_entry} for plan in (left, right))
     shared = [key for key in ours if key in theirs]
     changed = {
         key: (ours[key].signature(), theirs[key].signature(), ours[key].costs.prices, theirs[key].costs.prices)
@@ -41,7 +41,7 @@ def _totals(left: Plan, right: Plan) -> Iterator[str]:
         f"peak {bytes_text(left.peak_bytes)} -> {bytes_text(right.peak_bytes)}"
         f"{_percent(left.peak_bytes, right.peak_bytes)}"
     )
-    ops = [sum(entry.seconds for entry in plan.entries) for plan in (left, right)]
+    ops = [sum(entry.seconds for entry in plan.every_entry) for plan in (left, right)]
     yield (
         f"  ops {seconds_text(ops[0])} -> {seconds_text(ops[1])}, communication (hidden or not) "
         f"{seconds_text(left.communication_s)} -> {seconds_text(right.communication_s)}, recomputation "
@@ -50,10 +50,18 @@ def _totals(left: Plan, right: Plan) -> Iterator[str]:
     for name, ours, theirs in (
         ("mesh", left.mesh_shape, right.mesh_shape), ("hardware", left.hardware, right.hardware),
         ("model or shapes", left.model_hash, right.model_hash), ("optimizer", left.optimizer, right.optimizer),
-        ("memory limit", left.memory_limit_bytes, right.memory_limit_bytes),
+        ("stages", _stages(left), _stages(right)), ("memory limit", left.memory_limit_bytes, right.memory_limit_bytes),
     ):  # fmt: skip
         if ours != theirs:
             yield f"  {name}: {ours} -> {theirs}"
+
+
+def _stages(plan: Plan) -> str:
+    """`2 from the first op, 2/addmm#0; 1f1b, 4 microbatches`."""
+    if plan.pipeline is None:
+        return "none"
+    starts = ", ".join(stage.starts or "the first op" for stage in plan.stages)
+    return f"{len(plan.stages)} from {starts}; {plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches"
 
 
 def _percent(before: float, after: float) -> str:

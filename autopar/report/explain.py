@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.report.text import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, seconds_text
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.plots import new_figure
-from autopar.report.text import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, seconds_text
 
 Points = Sequence[tuple[int, float]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopar.report.figures import bytes_text
 from autopar.report.pictures import timeline_of
-from autopar.report.text import bytes_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan

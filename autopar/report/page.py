@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
 from autopar.folding import fold_keys
+from autopar.report.figures import bytes_text, seconds_text
 from autopar.report.page_parts import SCRIPT, STYLE, data_table, svg_of
 from autopar.report.pictures import communication_of, plot_plan
-from autopar.report.text import bytes_text, collectives_text, modules_of, remarks, seconds_text
+from autopar.report.text import collectives_text, modules_of, remarks
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, PlanEntry
 
 TENSORS = 40
+Section = tuple[str, str, Iterable[str]]  # name, title, parts
 NOT_FOUND = "not in this file: "
 
 
 def report_page(plan: Plan) -> str:
-    """The page. Charts need matplotlib; what the plan does not know is said."""
-    sections = [
-        ("summary", "Summary", _summary(plan)),
-        ("modules", "Modules", _modules(plan)),
-        ("memory", "Memory over time", _memory(plan)),
-        ("communication", "Communication", _communication(plan)),
-        ("step", "One step", _step(plan)),
-        ("frontier", "Time and memory", _frontier(plan)),
-        ("decisions", "Decisions", _decisions(plan)),
-        ("code", "Emitted code", _code(plan)),
-    ]
+    """The page. Charts need matplotlib; what the plan does not know is said. Of a pipeline, stage by stage."""
+    sections = _sections(plan) if plan.pipeline is None else _stage_sections(plan)
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>' for name, title, parts in sections
@@ -44,6 +38,30 @@ def report_page(plan: Plan) -> str:
         f"<header><h1>autopar plan <code>{escape(plan.hash)}</code></h1><nav>{links}</nav></header>"
         f"<main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _sections(plan: Plan) -> list[Section]:
+    return [
+        ("summary", "Summary", _summary(plan)),
+        ("modules", "Modules", _modules(plan)),
+        ("memory", "Memory over time", _memory(plan)),
+        ("communication", "Communication", _communication(plan)),
+        ("step", "One step", _step(plan)),
+        ("frontier", "Time and memory", _frontier(plan)),
+        ("decisions", "Decisions", _decisions(plan)),
+        ("code", "Emitted code", _code(plan)),
+    ]
+
+
+def _stage_sections(plan: Plan) -> list[Section]:
+    """The stages, then what each decides for one microbatch."""
+    parts = [(stage.number, stage.plan) for stage in plan.stages]
+    return [
+        ("summary", "Summary", _summary(plan)),
+        ("stages", "Stages", [f"<pre>{escape(str(plan))}</pre>"]),
+        ("communication", "Communication of one microbatch", _communication(plan)),
+        *((f"stage{number}", f"Stage {number}", chain(_modules(own), _decisions(own))) for number, own in parts),
+    ]
 
 
 def _summary(plan: Plan) -> Iterator[str]:

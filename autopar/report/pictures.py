@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
 from autopar.plots import new_figure
+from autopar.report.figures import bytes_text
 from autopar.report.frontier import draw_frontier
-from autopar.report.text import bytes_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -74,11 +74,11 @@ def _memory(plan: Plan) -> Any:
 
 
 def communication_of(plan: Plan) -> dict[tuple[str, str], tuple[int, int, float]]:
-    """By (collective, axis name): how many, bytes, seconds."""
+    """By (collective, axis name): how many, bytes, seconds; of a pipeline, of one microbatch in all stages."""
     totals: dict[tuple[str, str], tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
-    for entry in plan.entries:
-        for move in entry.moves:
-            key = move.collective, plan.axis_names[move.axis]
+    for part in (plan, *(stage.plan for stage in plan.stages)):
+        for move in (move for entry in part.entries for move in entry.moves):
+            key = move.collective, part.axis_names[move.axis]
             number, bytes_, seconds = totals[key]
             totals[key] = number + 1, bytes_ + move.bytes, seconds + move.seconds
     return dict(sorted(totals.items(), key=lambda item: -item[1][2]))

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from autopar.folding import fold_keys
+from autopar.report.figures import bytes_text, rendered, seconds_text
+from autopar.report.stages import stages_text
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
-    from autopar.plan import OpWithoutRule, Plan, PlanEntry
+    from autopar.plan import Plan
     from autopar.plan_details import MoveCost
+    from autopar.plan_entries import OpWithoutRule, PlanEntry
 
-WIDTH = 118
 RULES_SHOWN = 3
 
 
-def seconds_text(seconds: float) -> str:
-    """`1.23 ms`."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def bytes_text(bytes_: float) -> str:
-    """`1.23 GB`, SI."""
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if bytes_ >= scale:
-            return f"{bytes_ / scale:.3g} {unit}"
-    return f"{bytes_:.0f} B"
-
-
-def _render(*parts: object) -> str:
-    file = io.StringIO()
-    console = Console(file=file, width=WIDTH, color_system=None, highlight=False, markup=False)
-    for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
 def plan_text(plan: Plan) -> str:
-    """Totals, a table by module, the costliest decisions."""
-    return _render(_headline(plan), _module_table(plan), _memory_line(plan), _costliest(plan), *remarks(plan))
+    """Totals, a table by module, the costliest decisions; of a pipeline, its stages."""
+    if plan.pipeline is not None:
+        return stages_text(plan)
+    return rendered(_headline(plan), _module_table(plan), _memory_line(plan), _costliest(plan), *remarks(plan))
 
 
 def _headline(plan: Plan) -> str:

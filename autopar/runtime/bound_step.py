@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.program import InputKind, OutputKind
+from autopar.passes.observed import ExpertCount
 from autopar.passes.pipeline import emit
 from autopar.runtime.inputs import check_inputs_divide
 from autopar.runtime.step import CompiledStep, geometry_of
@@ -37,6 +39,7 @@ class Results:
 
     outputs: list[Tensor]
     buffers: list[Tensor]
+    counts: list[Tensor]  # of tokens by expert
     saved: list[Tensor]
 
 
@@ -86,6 +89,11 @@ class BoundStep:
         return tuple(slot for kind, slot in self._output_slots if kind is OutputKind.BUFFER)
 
     @cached_property
+    def expert_counts(self) -> tuple[ExpertCount, ...]:
+        """What the forward counts."""
+        return self.step.local.expert_counts
+
+    @cached_property
     def gradients(self) -> tuple[Slot, ...]:
         """The gradients that the backward returns, in its order."""
         return tuple(slot for kind, slot in self._output_slots if kind is OutputKind.GRADIENT)
@@ -110,8 +118,9 @@ class BoundStep:
         """Run the forward graph on local values by placeholder."""
         with torch.autocast(self.mesh.device_type, enabled=False):
             results = list(self.step.local.forward([values[node] for node in self._forward_nodes]))
-        users, buffers = len(self.outputs), len(self.buffers)
-        return Results(results[:users], results[users : users + buffers], results[users + buffers :])
+        sizes = (len(self.outputs), len(self.buffers), len(self.expert_counts))
+        users, buffers, counts = accumulate(sizes)
+        return Results(results[:users], results[users:buffers], results[buffers:counts], results[counts:])
 
     def run_backward(self, saved: list[Tensor], tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Run the backward graph; `saved` is emptied, so that each tensor dies at its last use."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.runtime.execution import reduce_gradients
 from autopar.runtime.parallel_module import ParallelModule
+from autopar.runtime.pipeline.module import PipelineModule
 
 
 def clip_grad_norm_(pmodel: ParallelModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -34,12 +35,22 @@ def clip_grad_norm_(pmodel: ParallelModule, max_norm: float, norm_type: float = 
     parameters = {name: parameter for name, parameter in pmodel.named_parameters() if isinstance(parameter, DTensor)}
     reduce_gradients(parameters)
     gradients = [parameter.grad for parameter in parameters.values() if isinstance(parameter.grad, DTensor)]
-    total = total_norm(gradients, pmodel.mesh, norm_type)
+    if isinstance(pmodel, PipelineModule):
+        total = pmodel.over_stages(_own_norm(pmodel, norm_type), norm_type)
+    else:
+        total = total_norm(gradients, pmodel.mesh, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
         for gradient in gradients:
             gradient.to_local().mul_(scale.to(gradient.dtype))
     return total
+
+
+def _own_norm(pmodel: PipelineModule, norm_type: float) -> Tensor:
+    """The norm over this rank's stages; of a parameter that several hold, on the first of them."""
+    own = pmodel.counted_parameters()
+    gradients = [item.grad for name, item in pmodel.named_parameters() if name in own]
+    return total_norm([item for item in gradients if isinstance(item, DTensor)], pmodel.stage_mesh, norm_type)
 
 
 def total_norm(gradients: Sequence[DTensor], mesh: DeviceMesh, norm_type: float) -> Tensor:

@@ -16,6 +16,7 @@ from autopar.capture.program import InputKind, LeafIndex, OutputKind
 from autopar.capture.trace import input_gradient
 from autopar.errors import NotDifferentiableError
 from autopar.runtime.bound_step import BoundStep, Slot
+from autopar.runtime.expert_load import ExpertCounter
 from autopar.runtime.inputs import rank_part
 from autopar.runtime.parameters import as_dtensor, full_value, in_layout, lay_out_anew, layout_of
 from autopar.torch_compat import after_backward
@@ -46,6 +47,7 @@ class Call:
     inputs: Mapping[str, Tensor]  # the user's tensors by path
     seed: int
     reduction: Reduction
+    counter: ExpertCounter
 
     @property
     def differentiated(self) -> list[Tensor]:
@@ -84,6 +86,7 @@ def run_call(call: Call) -> Any:
 def _forward(call: Call) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """(the user's outputs, tensors saved for the backward); mutated buffers have their new values."""
     results = call.step.run_forward(call.local_values())
+    call.counter.add(call.step.expert_counts, results.counts)
     saved = _write_buffers(call, results.buffers, results.saved)
     outputs = []
     for (kind, slot), local in zip(call.step.outputs, results.outputs, strict=True):

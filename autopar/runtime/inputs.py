@@ -118,3 +118,26 @@ def rank_part(value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     A DTensor that lies in the planned layout is used as it is; any other is redistributed.
     """
     return in_layout(value, mesh, layout)
+
+
+def first_microbatch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The part of a call that is the first of equal microbatches: tensors as long as the first one are cut.
+
+    Raises InputError for a batch that does not divide.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    size = leaves[0].shape[0] if leaves else 1
+    if size % microbatches:
+        raise InputError(
+            f"a batch of {size} does not divide into {microbatches} microbatches with an update each",
+            fix="use a batch, or microbatches=, that divides",
+        )
+
+    def cut(leaf: Any) -> Any:
+        batched = isinstance(leaf, Tensor) and leaf.shape[:1] == (size,)
+        return leaf[: size // microbatches] if batched else leaf
+
+    part: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cut, (args, kwargs))
+    return part

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import CollectiveMismatchError
+from autopar.ops import dispatch as _dispatch  # noqa: F401  (registers autopar::all_to_all_rows)
 from autopar.runtime.virtual_groups import group_members
 
 _c10d = torch.ops._c10d_functional
@@ -227,9 +228,10 @@ def _reduce_scatter(meetings: Sequence[Meeting]) -> Sequence[Tensor]:
 
 
 def _all_to_all(meetings: Sequence[Meeting]) -> Sequence[Tensor]:
-    sent = [torch.split_with_sizes(meeting.tensor, list(meeting.arguments[1])) for meeting in meetings]
-    for index, meeting in enumerate(meetings):
-        if [pieces[index].shape[0] for pieces in sent] != list(meeting.arguments[0]):
+    counts = [[torch.as_tensor(count).tolist() for count in meeting.arguments] for meeting in meetings]
+    sent = [torch.split_with_sizes(meeting.tensor, own[1]) for meeting, own in zip(meetings, counts, strict=True)]
+    for index, (coming, _) in enumerate(counts):
+        if [pieces[index].shape[0] for pieces in sent] != coming:
             raise CollectiveMismatchError(_lines("members of a group disagree in what is sent", meetings))
     return [torch.cat([pieces[index] for pieces in sent]) for index in range(len(meetings))]
 
@@ -244,4 +246,5 @@ _EXCHANGES: dict[Any, tuple[Callable[[Sequence[Meeting]], Sequence[Tensor]], boo
     _c10d.reduce_scatter_tensor.default: (_reduce_scatter, True),
     _c10d.all_to_all_single.default: (_all_to_all, False),
     _c10d.broadcast.default: (_broadcast, True),
+    torch.ops.autopar.all_to_all_rows.default: (_all_to_all, False),
 }

@@ -15,13 +15,22 @@ from autopar.runtime.parameters import in_layout, layout_of
 
 
 class Container(nn.Module):
-    """A module of tensors and children, without a computation of its own."""
+    """A module of tensors and children, without a computation of its own.
+
+    `elsewhere`: its parameters that other ranks hold, those of other pipeline stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: set[str] = set()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Full tensors, and DTensors of any mesh and placements, are brought to the layout of what they replace."""
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}  # values are copied into the shards
+        for name in self.elsewhere:
+            state_dict.pop(prefix + name, None)
         own = {**self._parameters, **self._buffers}
         for name, tensor in own.items():
             if tensor is not None and prefix + name in state_dict:
@@ -83,10 +92,10 @@ def mirror(
 ) -> None:
     """Give `root` the hierarchy of `model`, with these tensors by the model's names (tied ones by their first name).
 
-    What is shared in the model, module or tensor, is shared here.
+    What is shared in the model, module or tensor, is shared here. Parameters that are not given are elsewhere: None.
     """
-    tensors = {id(tensor): parameters[name] for name, tensor in model.named_parameters()}
-    held: dict[int, Tensor] = {id(tensor): buffers[name] for name, tensor in model.named_buffers()}
+    tensors = {id(tensor): parameters[name] for name, tensor in model.named_parameters() if name in parameters}
+    own_buffers: dict[int, Tensor] = {id(tensor): buffers[name] for name, tensor in model.named_buffers()}
     containers: dict[int, Container] = {id(model): root}
     for module in model.modules():
         containers.setdefault(id(module), Container())
@@ -96,9 +105,12 @@ def mirror(
         for name, child in module._modules.items():
             container._modules[name] = None if child is None else containers[id(child)]
         for name, parameter in module._parameters.items():
-            container._parameters[name] = None if parameter is None else tensors[id(parameter)]
+            held = None if parameter is None else tensors.get(id(parameter))
+            container._parameters[name] = held
+            if parameter is not None and held is None:
+                container.elsewhere.add(name)
         for name, buffer in module._buffers.items():
-            container._buffers[name] = None if buffer is None else held[id(buffer)]
+            container._buffers[name] = None if buffer is None else own_buffers[id(buffer)]
         container._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
 
 
@@ -117,6 +129,18 @@ def modes_of(mirrored: nn.Module, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _set_modes(modules, tensors, *before)
+
+
+@contextmanager
+def training_of(mirrored: nn.Module, model: nn.Module) -> Iterator[None]:
+    """In here `model` has the training flags of its mirror, which may lack parameters; afterwards its own again."""
+    modules, tensors = list(model.modules()), list[nn.Parameter]()
+    before = [module.training for module in modules]
+    _set_modes(modules, tensors, training_flags(mirrored), ())
+    try:
+        yield
+    finally:
+        _set_modes(modules, tensors, before, ())
 
 
 def _set_modes(modules: list[nn.Module], tensors: list[nn.Parameter], training: Any, requires_grad: Any) -> None:

@@ -19,6 +19,7 @@ from autopar.errors import InputError, NoParametersError, NotPlannedError, PlanE
 from autopar.runtime.bound_step import BoundStep
 from autopar.runtime.checks import LARGEST, RankGroup
 from autopar.runtime.execution import Call, Reduction, State, has_pending_gradients, run_call
+from autopar.runtime.expert_load import ExpertCounter, ExpertLoad
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
 from autopar.runtime.mirror import Container, mirror, modes_of, training_flags
@@ -50,6 +51,7 @@ class _Session:
     mesh: DeviceMesh
     compiler: StepCompiler
     ranks: RankGroup
+    counter: ExpertCounter
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
@@ -91,7 +93,7 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
-        session = _Session(module, mesh, compiler, RankGroup(mesh))
+        session = _Session(module, mesh, compiler, RankGroup(mesh), ExpertCounter(mesh))
         self.__dict__["_autopar"] = session
         session.seed = session.ranks.check_call(_model_key(module))
         if next(module.parameters(), None) is None:
@@ -135,6 +137,18 @@ class ParallelModule(Container):
         return (self._session.seed + self._session.calls) & LARGEST
 
     @property
+    def expert_load(self) -> ExpertLoad:
+        """How many tokens chose each expert, in all calls since the first one or the last `reset_expert_load()`.
+
+        The same on all ranks, each of which must ask: what they counted is added up now.
+        """
+        return self._session.counter.load()
+
+    def reset_expert_load(self) -> None:
+        """Count from zero again."""
+        self._session.counter.reset()
+
+    @property
     def _session(self) -> _Session:
         return cast(_Session, self.__dict__["_autopar"])
 
@@ -155,7 +169,7 @@ class ParallelModule(Container):
         reduction = self._reduction(state)
         if reduction is not Reduction.NOW and step.gradients:
             step = step.deferred
-        return run_call(Call(step, state, user_tensors(args, kwargs), seed, reduction))
+        return run_call(Call(step, state, user_tensors(args, kwargs), seed, reduction, self._session.counter))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

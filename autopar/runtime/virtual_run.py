@@ -89,7 +89,8 @@ class _VirtualStep:
         for tracker, held in zip(memory.trackers, kept, strict=True):
             tracker.hold(held)
         first = run_lockstep(forward, inputs, memory)
-        results, saved = [list(rank[:early]) for rank in first], [list(rank[early:]) for rank in first]
+        kept_from = early + len(self.ranks[0].expert_counts)
+        results, saved = [list(rank[:early]) for rank in first], [list(rank[kept_from:]) for rank in first]
         del first
         backward = [rank.backward for rank in self.ranks if rank.backward is not None]
         if backward:

@@ -142,11 +142,12 @@ def distribute(tensor: torch.Tensor, layout: Layout, mesh_shape: Sequence[int]) 
         return [tensor]
     if layout[0].is_replicate():
         return distribute(tensor, layout[1:], mesh_shape[1:]) * mesh_shape[0]
-    pieces = _pieces(tensor, layout[0], mesh_shape[0])
-    return [shard for piece in pieces for shard in distribute(piece, layout[1:], mesh_shape[1:])]
+    cut = pieces(tensor, layout[0], mesh_shape[0])
+    return [shard for piece in cut for shard in distribute(piece, layout[1:], mesh_shape[1:])]
 
 
-def _pieces(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+def pieces(tensor: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+    """What each rank of one axis holds of `tensor` where that is cut or a sum. Addends are random."""
     dim = shard_dim(placement)
     if dim is not None:
         spans = [chunk(tensor.shape[dim], ranks, coordinate) for coordinate in range(ranks)]
@@ -168,16 +169,17 @@ def recombine(shards: Sequence[torch.Tensor], layout: Layout, mesh_shape: Sequen
         return shards[0]
     step = len(shards) // mesh_shape[0]
     rows = [shards[start : start + step] for start in range(0, len(shards), step)]
-    pieces = [recombine(row, layout[1:], mesh_shape[1:]) for row in rows]
-    return _join(pieces, layout[0])
+    joined = [recombine(row, layout[1:], mesh_shape[1:]) for row in rows]
+    return _join(joined, layout[0])
 
 
-def _join(pieces: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+def _join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
     dim = shard_dim(placement)
     if dim is not None:
-        return torch.cat(list(pieces), dim)
+        return torch.cat(list(parts), dim)
     if isinstance(placement, Partial):
-        return reduce(_COMBINE[placement.reduce_op], pieces)
-    for piece in pieces[1:]:
-        torch.testing.assert_close(piece, pieces[0], rtol=0, atol=0, equal_nan=True)
-    return pieces[0]
+        return reduce(_COMBINE[placement.reduce_op], parts)
+    for part in parts[1:]:
+        if not torch.equal(part, parts[0]):  # NaN is not equal to itself
+            torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)
+    return parts[0]

@@ -111,5 +111,6 @@ def apply_source(source: RuleSource, call: OpCall) -> tuple[Rule, ...]:
 
 
 def _is_empty(call: OpCall) -> bool:
-    """Tensors without elements cannot be cut; empty side results (as of an op in eval mode) do not count."""
-    return any(spec.numel == 0 for spec in (*call.inputs, *filter(None, call.outputs[:1])))
+    """Tensors without elements cannot be cut; empty side results of an op in eval mode, read or made, do not count."""
+    read = [spec for index, spec in enumerate(call.inputs) if index == 0 or spec.shape != (0,)]
+    return any(spec.numel == 0 for spec in (*read, *filter(None, call.outputs[:1])))

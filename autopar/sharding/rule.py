@@ -28,17 +28,32 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Tensor inputs, by number, whose rows go along an axis to the ranks that compute on them, and results come back.
+
+    A row goes once to every rank that holds one of its `choices`. `row_bytes`, `returned_bytes`: of one row, each way.
+    """
+
+    tensors: tuple[int, ...]
+    choices: int
+    row_bytes: int
+    returned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One way to run an op on one mesh axis: given these input placements, it makes these output placements.
 
     `form` names a local form other than "call the op on the shards" (a masked lookup, a sum that needs the other
     ranks' maximum, ...); "" is the plain call. Sizes among the arguments are localized in every form.
     `even` demands that every sharded dim divide by the ranks that share it; otherwise trailing shards may be short.
+    `short`: shards may be short or empty however few elements there are to share: the price is that of the largest.
     `internal_bytes`: bytes of the full tensors that the form all-reduces on this axis, for pricing.
     `splits`: a count among the arguments (groups of a convolution) that is cut with the tensors, so must divide too.
     `halo`: what the form fetches of other ranks' chunks of the dim that this axis cuts, or returns to them; a dim has
     at most one such axis.
     `ring`: what the form passes from rank to rank along this axis.
+    `dispatch`: what the form sends along this axis to where it is computed on.
     `excludes`: a form that no other axis may run beside this one.
     """
 
@@ -50,7 +65,9 @@ class Rule:
     splits: int = 0
     halo: Halo | None = None
     ring: Ring | None = None
+    dispatch: Dispatch | None = None
     excludes: str = ""
+    short: bool = False
 
 
 def replicate_rule(call: OpCall) -> Rule:

@@ -49,20 +49,21 @@ class _Divides:
 
     call: OpCall
     mesh_shape: tuple[int, ...]
-    known: dict[tuple[int, Layout, bool], bool] = field(default_factory=dict)  # many strategies share layouts
+    known: dict[tuple[int, Layout, bool, bool], bool] = field(default_factory=dict)  # many strategies share layouts
 
     def __call__(self, strategy: Strategy) -> bool:
         if not (splits_divide(strategy, self.mesh_shape) and compatible(strategy)):
             return False
         even = any(rule.even for rule in strategy.rules)
+        short = any(rule.short for rule in strategy.rules)
         layouts = (*strategy.inputs, *strategy.outputs)
-        return all(self._shardable(index, layout, even=even) for index, layout in enumerate(layouts))
+        return all(self._shardable(index, layout, even=even, short=short) for index, layout in enumerate(layouts))
 
-    def _shardable(self, index: int, layout: Layout, *, even: bool) -> bool:
-        key = (index, layout, even)
+    def _shardable(self, index: int, layout: Layout, *, even: bool, short: bool) -> bool:
+        key = (index, layout, even, short)
         if key not in self.known:
             spec = (*self.call.inputs, *self.call.outputs)[index]
-            self.known[key] = spec is None or shardable(spec, layout, self.mesh_shape, even=even)
+            self.known[key] = spec is None or shardable(spec, layout, self.mesh_shape, even=even, short=short)
         return self.known[key]
 
 
@@ -86,8 +87,11 @@ def compatible(strategy: Strategy) -> bool:
     return len(dims) == len(set(dims)) and forms.isdisjoint(rule.excludes for rule in strategy.rules)
 
 
-def shardable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int], *, even: bool) -> bool:
-    """Whether a tensor may be computed on in `layout`: dims divide, or are long enough that a short tail is cheap."""
+def shardable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int], *, even: bool, short: bool = False) -> bool:
+    """Whether a tensor may be computed on in `layout`: dims divide, or are long enough that a short tail is cheap.
+
+    `short`: a tail may be short at any length.
+    """
     if any((shard_dim(placement) or 0) >= max(1, len(spec.shape)) for placement in layout):
         return False
     if any(shard_dim(placement) is not None for placement in layout) and not spec.shape:
@@ -95,7 +99,7 @@ def shardable(spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int], *, ev
     if mixes_partials(layout):
         return False
     for size, ways in zip(spec.shape, ranks_per_dim(len(spec.shape), layout, mesh_shape), strict=True):
-        if ways > 1 and size % ways and (even or size < MIN_UNEVEN_CHUNK * ways):
+        if ways > 1 and size % ways and (even or (size < MIN_UNEVEN_CHUNK * ways and not short)):
             return False
     return True
 

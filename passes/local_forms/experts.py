@@ -1,29 +1,148 @@
-"""Experts and groups on shards: which of them a rank has, which of the rows, and who adds the bias of the outputs."""
+"""Experts and groups on shards: which of them a rank has, which of the rows, and who adds the bias of the outputs.
+
+Where tokens and experts are cut by the same axes, tokens go to their experts by all-to-all, one axis after the other,
+and what was made of them comes back the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from math import prod
 
 import torch
 from torch import fx
 
-from autopar.passes.local_call import LocalCall, LocalForm, LocalValue
-from autopar.sharding.rules.experts import DOWN_BIAS, INSIDE, OWN_EXPERTS, OWN_ROWS, UP
+from autopar.passes.local_call import WORK_SHARE, LocalCall, LocalForm, LocalValue, value_of
+from autopar.passes.observed import EXPERT_COUNT, ExpertCount
+from autopar.sharding.layout import REPLICATE, Layout, shard_dim
+from autopar.sharding.rules.experts import (
+    ALL_TO_ALL,
+    DOWN_BIAS,
+    INDEX,
+    INSIDE,
+    OWN_EXPERTS,
+    OWN_ROWS,
+    UP,
+)
 
 aten = torch.ops.aten
+ops = torch.ops.autopar
+COUNTS = torch.ops._c10d_functional.all_to_all_single.default
 FIRST = DOWN_BIAS + 2  # the argument after the activation
 
 
+@dataclass(frozen=True)
+class Trip:
+    """Tokens sent along one axis: which, how many to each rank and from each, and the index that they had."""
+
+    token: fx.Node
+    sent: fx.Node
+    coming: fx.Node
+    index: fx.Node
+    group: str
+
+
 def experts(start: int, local: LocalCall) -> LocalValue:
-    """The op whose layer begins at argument `start`."""
-    args = list(local.args)
-    if local.axes_with(OWN_EXPERTS):
-        tensors = [index for index, value in enumerate(args) if index <= start + UP and value is not None]
-        args[start + FIRST] += local.input_chunk(len(tensors) - 1)[0][0]
+    """The op whose layer begins at argument `start`; before it, the backward has the gradient of its result."""
+    args, trips = list(local.args), list[Trip]()
+    if start == 0 and local.build.meta.get("phase") != "backward" and "key" in local.build.meta:
+        _count(local, args[INDEX], args[FIRST])
+    for axis in local.axes_with(ALL_TO_ALL):
+        trips.append(_trip(local, axis, args[start + INDEX], args[start + FIRST]))
+        args[: start + UP] = _sent(local, trips[-1], args[: start + UP])
+    if local.axes_with(OWN_EXPERTS) or trips:
+        args[start + FIRST] += local.input_chunk(_up(local))[0][0]
     if any(local.geometry.coordinates[axis] for axis in local.axes_with(INSIDE)):
         args[start + DOWN_BIAS] = None
-    return local.build.op(local.call.target, *args)
+    node = local.build.op(local.call.target, *args)
+    _note_share(local, node, trips, args[start + INDEX])
+    if start == 0:
+        return _returned(local, trips, [node])[0]
+    results = [local.output(node, index) for index in range(len(local.call.outputs))]
+    by_token = 1 + bool(local.args[-1][1])  # the gradient of x, and that of the scores where it is wanted
+    return (*_returned(local, trips, results[:by_token]), *results[by_token:])
+
+
+def _count(local: LocalCall, index: fx.Node, first: int) -> None:
+    """How often this rank's tokens choose each expert, whoever holds it."""
+    number = _up(local)
+    shape, geometry = local.call.inputs[number].shape, local.geometry
+    node = local.build.op(ops.expert_counts.default, index, first, shape[0])
+    axes = tuple(axis for axis, item in enumerate(local.strategy.inputs[INDEX]) if shard_dim(item) is not None)
+    holders = [
+        range(ranks) if shard_dim(item) == 0 else (0,)
+        for item, ranks in zip(local.strategy.inputs[number], geometry.mesh_shape, strict=True)
+    ]
+    layout = local.strategy.inputs[number]
+    chunks = [replace(geometry, coordinates=there).chunk(shape, layout) for there in product(*holders)]
+    spans = tuple((starts[0], starts[0] + lengths[0]) for starts, lengths in chunks)
+    node.meta[EXPERT_COUNT] = ExpertCount(local.build.meta["key"].rpartition("/")[0], axes, spans)
+
+
+def _up(local: LocalCall) -> int:
+    """The number of the tensor input that holds the experts' first matrices."""
+    return next(index for index, spec in enumerate(local.call.inputs) if len(spec.shape) == 4)
+
+
+def _trip(local: LocalCall, axis: int, index: fx.Node, first: int) -> Trip:
+    """Finds who needs which token along `axis`, and tells them how many will come."""
+    build, ranks = local.build, local.geometry.mesh_shape[axis]
+    spans = [_held(local, axis, rank) for rank in range(ranks)]
+    starts, ends = [first + start for start, _ in spans], [first + start + length for start, length in spans]
+    found = build.op(ops.expert_ranks.default, index, starts, ends)
+    token, sent = local.output(found, 0), local.output(found, 1)
+    group = local.geometry.group_names[axis]
+    coming = build.collective(COUNTS, sent, (ranks,), [1] * ranks, [1] * ranks, group)
+    return Trip(token, sent, coming, index, group)
+
+
+def _held(local: LocalCall, axis: int, rank: int) -> tuple[int, int]:
+    """(first, count) of the experts that `rank` of `axis` holds, or passes tokens on to along later axes."""
+    later = [other for other in local.axes_with(ALL_TO_ALL) if other > axis]
+    end = later[0] if later else len(local.geometry.mesh_shape)
+    layout = local.strategy.inputs[_up(local)]
+    reached: Layout = tuple(REPLICATE if other >= end else item for other, item in enumerate(layout))
+    here = local.geometry.coordinates
+    there = (*here[:axis], rank, *here[axis + 1 :])
+    geometry = replace(local.geometry, coordinates=there)
+    starts, lengths = geometry.chunk(local.call.inputs[_up(local)].shape, reached)
+    return starts[0], lengths[0]
+
+
+def _travel(
+    local: LocalCall, packed: fx.Node, like: Sequence[fx.Node], counts: tuple[fx.Node, fx.Node], group: str
+) -> list[fx.Node]:
+    """Rows of bytes to the ranks of a group, and theirs as tensors like `like`; counts of what comes and what goes."""
+    build, values = local.build, [value_of(node) for node in like]
+    received = build.collective(ops.all_to_all_rows.default, packed, value_of(packed).shape, *counts, group)
+    widths = [value.shape[1] for value in values]
+    parts = build.op(ops.unpack_rows.default, received, [value.dtype for value in values], widths)
+    return [local.output(parts, index) for index in range(len(values))]
+
+
+def _sent(local: LocalCall, trip: Trip, tensors: Sequence[fx.Node]) -> list[fx.Node]:
+    """The rows of all ranks that this rank has experts for, from its own tensors by token."""
+    packed = local.build.op(ops.pack_rows.default, list(tensors), trip.token)
+    return _travel(local, packed, tensors, (trip.coming, trip.sent), trip.group)
+
+
+def _returned(local: LocalCall, trips: Sequence[Trip], results: list[fx.Node]) -> list[fx.Node]:
+    """The results of this rank's own tokens, from those of the rows that it was sent."""
+    for trip in reversed(trips):
+        packed = local.build.op(ops.pack_rows.default, results, None)
+        back = _travel(local, packed, results, (trip.sent, trip.coming), trip.group)
+        results = [local.build.op(ops.sum_by_token.default, part, trip.token, trip.sent, trip.index) for part in back]
+    return results
+
+
+def _note_share(local: LocalCall, node: fx.Node, trips: Sequence[Trip], index: fx.Node) -> None:
+    """Of the rows that the op is given, it works on the choices of its own experts alone."""
+    ways = prod(local.geometry.mesh_shape[axis] for axis in local.axes_with(OWN_EXPERTS))
+    before, met = (value_of(item).shape[0] for item in (trips[0].index if trips else index, index))
+    node.meta[WORK_SHARE] = before / max(1, met * ways)
 
 
 def local_ends(local: LocalCall) -> fx.Node:

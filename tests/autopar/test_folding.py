@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import PlanFormatError
-from autopar.folding import expand_key, fold_keys, ranges_text
+from autopar.folding import expand_key, fold_in_order, fold_keys, ranges_text
 
 
 def test_keys_that_differ_in_one_number_and_agree_in_their_decision_fold() -> None:
@@ -36,3 +36,14 @@ def test_ranges_name_the_numbers_they_were_made_of(numbers: set[int]) -> None:
 def test_a_list_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(PlanFormatError):
         expand_key(text)
+
+
+def test_texts_in_order_keep_the_order_within_each_group_even_where_groups_contradict() -> None:
+    keys = ["h.0/a#0", "h.0/c#0", "h.1/a#0", "h.1/b#0", "h.1/c#0", "h.2/c#0", "h.2/a#0"]
+    groups = {key: key.partition("/")[0] for key in keys}
+    agreeing = fold_in_order(dict.fromkeys(keys[:5], "S0"), groups)
+    assert list(agreeing) == ["h.[0-1]/a#0", "h.1/b#0", "h.[0-1]/c#0"]
+    expanded = [key for text in fold_in_order(dict.fromkeys(keys, "S0"), groups) for key in expand_key(text)]
+    assert sorted(expanded) == sorted(keys)
+    for group in set(groups.values()):
+        assert [key for key in expanded if groups[key] == group] == [key for key in keys if groups[key] == group]

@@ -153,18 +153,27 @@ def bench_for(call: OpCall, device: str) -> Bench | str:
         bench = Bench("cuda", is_checked=False)
     else:
         return "it has no kernel here"
+    if _is_internal(op):
+        return "it trusts its caller: tensors of other sizes may not fit together"
     if not bench.is_checked and any(not (it.dtype.is_floating_point or it.dtype.is_complex) for it in call.inputs):
         return "it may read beyond its tensors, at random integers"
     return bench
 
 
 def _checks_its_inputs(op: torch._ops.OpOverload) -> bool:
-    """Whether tensors that do not fit together are an error, rather than memory read or written beyond their ends.
+    """Whether tensors that do not fit together are an error, rather than memory read or written beyond their ends."""
+    return is_in_python(op) or op.namespace in BUILT_IN_NAMESPACES
 
-    PyTorch's internal ops (with a leading underscore) trust their callers: `_weight_norm_interface` corrupts the heap.
+
+def _is_internal(op: torch._ops.OpOverload) -> bool:
+    """Whether it is one of PyTorch's that only PyTorch calls: a leading underscore, or a backward.
+
+    Given sizes or indices that do not fit together, `_weight_norm_interface`, `_pdist_backward` and
+    `adaptive_max_pool2d_backward` corrupt the heap.
     """
     name = op._schema.name.partition("::")[2]
-    return is_in_python(op) or (op.namespace in BUILT_IN_NAMESPACES and not name.startswith("_"))
+    is_for_callers = not name.startswith("_") and "_backward" not in name
+    return op.namespace in BUILT_IN_NAMESPACES and not is_for_callers and not is_in_python(op)
 
 
 def why_not(call: OpCall) -> str:

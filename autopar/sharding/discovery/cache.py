@@ -21,7 +21,7 @@ from autopar.sharding.op_call import OpCall, TensorSpec
 from autopar.sharding.rule import Rule
 
 FORMAT = "autopar discovered rules"
-VERSION = 1  # of discovery: to be raised when it would find something else, or the file is written otherwise
+VERSION = 2  # of discovery: to be raised when it would find something else, or the file is written otherwise
 Key = Mapping[str, Any]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Generator, Tensor
@@ -12,6 +14,10 @@ from autopar.sharding.discovery.scaling import Problem
 from autopar.sharding.op_call import TensorSpec
 
 Shape = tuple[int, ...]
+FEW = 0.03  # the fraction of values that are apart from the others, beside the one that always is
+POOL = 1 << 15  # values of each kind that are drawn once; trials take windows of them
+STEP = 7919  # prime: from the window of one draw to that of the next
+APART: Mapping[str, float] = {"outliers": 1e4, "gaps": math.nan}
 
 
 def normal(shape: Shape, generator: Generator) -> Tensor:
@@ -25,9 +31,9 @@ def unit(shape: Shape, generator: Generator) -> Tensor:
 
 
 def outliers(shape: Shape, generator: Generator) -> Tensor:
-    """Small values, and huge ones in few places: an op that looks at all of them sees what a shard does not have."""
+    """Small values and few huge ones: an op that looks at all of them sees what a shard does not have."""
     huge = normal(shape, generator) * 1e4
-    return torch.where(unit(shape, generator) < 0.1, huge, normal(shape, generator) * 1e-2)
+    return torch.where(unit(shape, generator) < FEW, huge, normal(shape, generator) * 1e-2)
 
 
 def ties(shape: Shape, generator: Generator) -> Tensor:
@@ -46,8 +52,8 @@ def tiny(shape: Shape, generator: Generator) -> Tensor:
 
 
 def gaps(shape: Shape, generator: Generator) -> Tensor:
-    """Some values are no numbers."""
-    return normal(shape, generator).masked_fill(unit(shape, generator) < 0.05, torch.nan)
+    """Few values are no numbers."""
+    return normal(shape, generator).masked_fill(unit(shape, generator) < FEW, torch.nan)
 
 
 REAL_KINDS: Mapping[str, Callable[[Shape, Generator], Tensor]] = {
@@ -72,30 +78,53 @@ class Kind:
 
 def draw(problem: Problem, kind: Kind, seed: int) -> list[Tensor]:
     """One tensor per tensor input, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
     sizes = [size for spec in problem.inputs for size in spec.shape if size > 1] or [2]
     bounds = {
         "below the smallest size": (0, min(sizes)),
         "binary": (0, 2),
         "any": (-9, 60),
         "below the largest size": (0, max(sizes)),
-    }
-    return [
-        _values(spec, kind.real, bounds[kind.integer], generator).to(
-            problem.device, memory_format=torch.contiguous_format
-        )
-        for spec in problem.inputs
-    ]
+    }[kind.integer]
+    drawn = [_values(spec, kind.real, bounds, 64 * seed + 2 * index) for index, spec in enumerate(problem.inputs)]
+    if problem.device == "cpu":
+        return drawn
+    return [tensor.to(problem.device, memory_format=torch.contiguous_format) for tensor in drawn]
 
 
-def _values(spec: TensorSpec, real: str, bounds: tuple[int, int], generator: Generator) -> Tensor:
+def _values(spec: TensorSpec, real: str, bounds: tuple[int, int], seed: int) -> Tensor:
     dtype, shape = spec.dtype, spec.shape
     if dtype.is_complex:
-        pair = [REAL_KINDS[real](shape, generator) for _ in range(2)]
-        return torch.complex(*pair).to(dtype)
+        return torch.complex(_reals(real, shape, seed), _reals(real, shape, seed + 1)).to(dtype)
     if dtype.is_floating_point:
-        return REAL_KINDS[real](shape, generator).to(dtype)
+        return _reals(real, shape, seed).to(dtype)
+    numbers = _window("integers", shape, seed)
     if dtype is torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
+        return numbers % 2 == 1
     low = bounds[0] if dtype.is_signed else max(0, bounds[0])
-    return torch.randint(low, bounds[1], shape, generator=generator).to(dtype)
+    return (numbers % (bounds[1] - low) + low).to(dtype)
+
+
+def _reals(kind: str, shape: Shape, seed: int) -> Tensor:
+    """A new tensor; where some values are to be apart, one is for certain."""
+    values = _window(kind, shape, seed).clone()
+    if kind in APART and values.numel():
+        values.view(-1)[STEP * seed % values.numel()] = APART[kind]
+    return values
+
+
+def _window(kind: str, shape: Shape, seed: int) -> Tensor:
+    """Values of the pool of a kind, from a place that the seed tells."""
+    numel = math.prod(shape)
+    size = POOL
+    while size < 2 * numel:
+        size *= 2
+    start = STEP * seed % (size - numel)
+    return _pool(kind, size)[start : start + numel].view(shape)
+
+
+@cache
+def _pool(kind: str, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(kind))
+    if kind == "integers":
+        return torch.randint(0, 1 << 40, (size,), generator=generator)
+    return REAL_KINDS[kind]((size,), generator)

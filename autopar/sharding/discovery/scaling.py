@@ -7,16 +7,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from autopar.sharding.op_call import OpCall, TensorSpec, is_spec, walk
 
-BASE_SIZES = (4, 8, 14, 16, 18, 22, 26, 28)  # of the dims that are not cut: distinct, so that no two look alike
+Sizes = tuple[int, ...]
+BASE_SIZES: Sizes = (4, 6, 8, 10, 14, 16, 18, 22)  # small sizes in the order of the real ones; no two are alike
 MOST_CLASSES = len(BASE_SIZES)
+MOST_SETTINGS = 64  # ways to make a call small that are tried
 MOST_ELEMENTS = 1 << 17  # of all inputs of a trial together
-MOST_REAL_ELEMENTS = 1 << 20  # of all tensors of a trial in real sizes together
+MOST_REAL_ELEMENTS = 1 << 18  # of all tensors of a trial in real sizes together
 _WIDER = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -59,7 +62,7 @@ class Problem:
     kwargs: tuple[tuple[str, Any], ...]
     device: str
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in walk((self.args, dict(self.kwargs))) if is_spec(leaf))
 
@@ -67,8 +70,15 @@ class Problem:
     def numel(self) -> int:
         return sum(spec.numel for spec in self.inputs)
 
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether all arguments are positional tensors."""
+        return not self.kwargs and all(map(is_spec, self.args))
+
     def arguments(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these tensors in them."""
+        if self._is_flat:
+            return tuple(tensors), {}
         queue = iter(tensors)
 
         def filled(value: Any) -> Any:
@@ -84,7 +94,8 @@ class Problem:
     def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """The op's flat outputs."""
         args, kwargs = self.arguments(tensors)
-        return tuple(walk(self.target(*args, **kwargs)))
+        value = self.target(*args, **kwargs)
+        return (value,) if isinstance(value, torch.Tensor) else tuple(walk(value))
 
 
 def size_classes(call: OpCall, naming: Naming = Naming.NONE) -> tuple[int, ...]:
@@ -133,10 +144,10 @@ def settings(call: OpCall) -> Iterator[Setting]:
                 yield Setting(frozenset(kept), naming, precision)
 
 
-def small_sizes(call: OpCall, setting: Setting, given: Mapping[int, int], *, shift: int = 0) -> dict[int, int]:
-    """New size by size: as given, kept, or the next of the base sizes."""
+def small_sizes(call: OpCall, setting: Setting, row: Sizes, given: Mapping[int, int]) -> dict[int, int]:
+    """New size by size: as given, kept, or the next of the row."""
     classes = size_classes(call, setting.naming)
-    small = dict(zip(classes, BASE_SIZES[shift:] + BASE_SIZES[:shift], strict=False))
+    small = dict(zip(classes, row, strict=False))
     return small | {size: size for size in classes if size in setting.kept} | dict(given)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.sharding.discovery.scaling import Problem
-from autopar.sharding.execution import distribute, recombine
+from autopar.sharding.execution import distribute, pieces, recombine
 from autopar.sharding.layout import REPLICATE, Layout, chunk, shard_dim
 from autopar.torch_compat import FakeTensorMode
 
@@ -32,27 +33,64 @@ class Trial:
     tensors: list[Tensor]
     expected: Outputs
     ranks: int
+    _pieces: dict[tuple[int, Placement], list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def pieces(self, index: int, placement: Placement) -> list[Tensor]:
+        """What each rank holds of one input."""
+        if placement == REPLICATE:
+            return [self.tensors[index]] * self.ranks
+        key = index, placement
+        if key not in self._pieces:
+            self._pieces[key] = pieces(self.tensors[index], placement, self.ranks)
+        return self._pieces[key]
+
+    def run_ranks(self, inputs: Sequence[Placement]) -> list[Outputs]:
+        """What each rank of one axis makes of its shards. Raises whatever the op raises on them."""
+        shards = [self.pieces(index, placement) for index, placement in enumerate(inputs)]
+        return [self.problem.run(list(rank)) for rank in zip(*shards, strict=True)]
 
 
-def run_ranks(trial: Trial, layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> list[Outputs]:
-    """What each rank makes of its shards. Raises whatever the op raises on them."""
+def run_mesh(trial: Trial, layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> list[Outputs]:
+    """What each rank of a mesh makes of its shards. Raises whatever the op raises on them."""
     shards = [distribute(tensor, layout, mesh_shape) for tensor, layout in zip(trial.tensors, layouts, strict=True)]
     return [trial.problem.run(list(rank)) for rank in zip(*shards, strict=True)]
 
 
-def fakes_agree(trial: Trial, inputs: Sequence[Placement]) -> bool:
-    """Whether the op's form on fake tensors foretells the shapes of what it makes of the shards.
+def is_foretold(trial: Trial, inputs: Sequence[Layout]) -> bool:
+    """Whether the op's form on tensors without content foretells the shapes of what it makes of the last rank's shards.
 
     The shapes in an emitted program are those that it foretells.
     """
-    shards = [distribute(tensor, (placement,), (2,)) for tensor, placement in zip(trial.tensors, inputs, strict=True)]
-    for rank in zip(*shards, strict=True):
-        made = trial.problem.run(list(rank))
-        with FakeTensorMode() as mode:
-            foretold = trial.problem.run([mode.from_tensor(shard) for shard in rank])
-        if list(map(_form, made)) != list(map(_form, foretold)):
-            return False
-    return True
+    try:
+        shards = [
+            _last_shard(tensor, layout, trial.ranks) for tensor, layout in zip(trial.tensors, inputs, strict=True)
+        ]
+        made = list(map(_form, trial.problem.run(shards)))
+        return made == _foretold(trial.problem, shards, made)
+    except Exception:  # whatever the op, or its form on fake tensors, says to shards
+        return False
+
+
+def _last_shard(tensor: Tensor, layout: Layout, ranks: int) -> Tensor:
+    """Of a mesh with as many ranks on each axis."""
+    for placement in layout:
+        dim = shard_dim(placement)
+        if dim is not None:
+            tensor = tensor.narrow(dim, *chunk(tensor.shape[dim], ranks, ranks - 1))
+    return tensor.contiguous()
+
+
+def _foretold(problem: Problem, shards: Sequence[Tensor], made: list[object]) -> list[object]:
+    """What the op returns for tensors on the meta device; where that is not what it made, for fake ones, which take
+    milliseconds."""
+    try:
+        quick = list(map(_form, problem.run([shard.to("meta") for shard in shards])))
+    except Exception:  # whatever an op says to tensors of a device that it does not know
+        quick = []
+    if quick == made:
+        return quick
+    with FakeTensorMode() as mode:
+        return list(map(_form, problem.run([mode.from_tensor(shard) for shard in shards])))
 
 
 def _form(value: Tensor | None) -> object:
@@ -60,15 +98,17 @@ def _form(value: Tensor | None) -> object:
 
 
 def outputs_that_hold(trials: Sequence[Trial], inputs: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """The placements of the outputs under which every trial gives the op's result; None if there are none."""
+    """The placements of the outputs under which every trial that they fit gives the op's result; None if there are
+    none."""
     left: list[set[Placement]] | None = None
+    dims = [(index, dim) for index, placement in enumerate(inputs) if (dim := shard_dim(placement)) is not None]
     for trial in trials:
-        found = _possible_outputs(trial, inputs)
+        if any(trial.tensors[index].shape[dim] % trial.ranks for index, dim in dims):
+            continue
+        found = _possible_outputs(trial, inputs, left)
         if found is None:
             return None
-        left = found if left is None else [old & new for old, new in zip(left, found, strict=True)]
-        if not all(left):
-            return None
+        left = found
     return None if left is None else tuple(min(own, key=_preference) for own in left)
 
 
@@ -78,41 +118,58 @@ def _preference(placement: Placement) -> tuple[int, str]:
     return order, str(placement)
 
 
-def _possible_outputs(trial: Trial, inputs: Sequence[Placement]) -> list[set[Placement]] | None:
-    """Per output, every placement that its parts may have been; None where the op does not run or one has none."""
+def _possible_outputs(
+    trial: Trial, inputs: Sequence[Placement], left: Sequence[set[Placement]] | None
+) -> list[set[Placement]] | None:
+    """Per output, every placement (of those left, where trials went before) that its parts may have been; None where
+    the op does not run or one has none."""
     try:
-        parts = run_ranks(trial, [(placement,) for placement in inputs], (trial.ranks,))
+        parts = trial.run_ranks(inputs)
     except Exception:  # whatever an op says to shards that it cannot take
         return None
     found = []
     for index, whole in enumerate(trial.expected):
         own = [outputs[index] if index < len(outputs) else None for outputs in parts]
-        placements = _possible(own, whole, trial.ranks)
+        among = left[index] if left is not None else _placements_of(whole)
+        placements = _possible(own, whole, trial.ranks, among)
         if not placements:
             return None
         found.append(placements)
     return found
 
 
-def _possible(parts: Sequence[Tensor | None], whole: Tensor | None, ranks: int) -> set[Placement]:
+def _placements_of(whole: Tensor | None) -> set[Placement]:
     if whole is None:
-        return {REPLICATE} if all(part is None for part in parts) else set()
+        return {REPLICATE}
+    return {REPLICATE, *map(Partial, REDUCTIONS), *map(Shard, range(whole.dim()))}
+
+
+def _possible(
+    parts: Sequence[Tensor | None], whole: Tensor | None, ranks: int, among: set[Placement]
+) -> set[Placement]:
+    if whole is None:
+        return among if all(part is None for part in parts) else set()
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) < ranks or any(part.dtype != whole.dtype or part.dim() != whole.dim() for part in tensors):
         return set()
-    found: set[Placement] = set()
-    if all(part.shape == whole.shape for part in tensors):
-        if all(same_bits(part, tensors[0]) for part in tensors[1:]) and agree(tensors[0], whole):
-            found.add(REPLICATE)
-        found |= {Partial(name) for name in REDUCTIONS if _reduces_to(tensors, whole, name)}
-    return found | {Shard(dim) for dim in range(whole.dim()) if _is_cut(tensors, whole, dim)}
+    return {placement for placement in among if _gives(placement, tensors, whole)}
+
+
+def _gives(placement: Placement, parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether the parts, put together as a placement says, are the whole."""
+    if isinstance(placement, Shard):
+        return _is_cut(parts, whole, placement.dim)
+    if any(part.shape != whole.shape for part in parts):
+        return False
+    if isinstance(placement, Partial):
+        return _reduces_to(parts, whole, placement.reduce_op)
+    return all(same_bits(part, parts[0]) for part in parts[1:]) and agree(parts[0], whole)
 
 
 def _reduces_to(parts: Sequence[Tensor], whole: Tensor, name: str) -> bool:
     if whole.dtype is torch.bool or whole.dtype.is_complex:
         return False
-    total = reduce(REDUCTIONS[name], parts)
-    return agree(total, whole, scale_of(parts)) if name == "sum" else agree(total, whole)
+    return agree(reduce(REDUCTIONS[name], parts), whole, parts if name == "sum" else ())
 
 
 def _is_cut(parts: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
@@ -131,14 +188,16 @@ def tolerance(dtype: torch.dtype) -> float:
     return eps**0.6 if eps < 1e-4 else 2 * eps
 
 
-def agree(actual: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
-    """Whether two tensors are equal up to rounding of the largest magnitude, or of the `scale` of addends."""
+def agree(actual: Tensor, expected: Tensor, addends: Sequence[Tensor] = ()) -> bool:
+    """Whether two tensors are equal up to rounding of the largest magnitude, of the `addends` too if it is a sum."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
+    if torch.equal(actual, expected):
+        return True
     limit = tolerance(expected.dtype)
-    if not limit or torch.equal(actual, expected):
-        return bool(torch.equal(actual, expected))
-    largest = max(1.0, scale, scale_of([expected]))
+    if not limit:
+        return False
+    largest = max(1.0, scale_of([expected, *addends]))
     return bool(torch.allclose(actual, expected, rtol=0.0, atol=limit * largest, equal_nan=True))
 
 
@@ -152,9 +211,9 @@ def all_hold(
     trials: Sequence[Trial], inputs: Sequence[Placement], outputs: Sequence[Placement], *, is_even: bool
 ) -> bool:
     """Whether a rule of one axis holds in every trial whose sizes it allows."""
-    before, after = ([(placement,) for placement in side] for side in (inputs, outputs))
-    fitting = [trial for trial in trials if fits(trial, inputs, outputs, is_even=is_even)]
-    return all(holds(trial, before, after, (trial.ranks,)) for trial in fitting)
+    only = [{placement} for placement in outputs]
+    fitting = (trial for trial in trials if fits(trial, inputs, outputs, is_even=is_even))
+    return all(_possible_outputs(trial, inputs, only) is not None for trial in fitting)
 
 
 def fits(trial: Trial, inputs: Sequence[Placement], outputs: Sequence[Placement], *, is_even: bool) -> bool:
@@ -171,22 +230,22 @@ def fits(trial: Trial, inputs: Sequence[Placement], outputs: Sequence[Placement]
 def holds(trial: Trial, inputs: Sequence[Layout], outputs: Sequence[Layout], mesh_shape: tuple[int, ...]) -> bool:
     """Whether layouts over all axes of a mesh hold in a trial."""
     try:
-        ranks = run_ranks(trial, inputs, mesh_shape)
+        ranks = run_mesh(trial, inputs, mesh_shape)
         for index, (whole, layout) in enumerate(zip(trial.expected, outputs, strict=True)):
             parts = [part for outputs_ in ranks if (part := outputs_[index]) is not None]
             total = recombine(parts, layout, mesh_shape) if parts else None
-            if not same_values(total, whole, scale_of(parts) if Partial() in layout else 0.0):
+            if not same_values(total, whole, parts if Partial() in layout else ()):
                 return False
     except Exception:  # whatever an op says to shards that it cannot take; replicas that differ
         return False
     return True
 
 
-def same_values(actual: Tensor | None, expected: Tensor | None, scale: float = 0.0) -> bool:
+def same_values(actual: Tensor | None, expected: Tensor | None, addends: Sequence[Tensor] = ()) -> bool:
     """Whether an output that was put together is the op's; see `agree`."""
     if actual is None or expected is None:
         return actual is expected
-    return agree(actual, expected, scale)
+    return agree(actual, expected, addends)
 
 
 def varies(trials: Iterable[Trial]) -> bool:
@@ -200,8 +259,8 @@ def _column_varies(values: Sequence[Tensor | None]) -> bool:
         return True
     if all(value.numel() == 1 for value in tensors):
         return len({value.nan_to_num().item() for value in tensors}) > 1
-    several = sum(_is_varied(value) for value in tensors)
-    return several >= max(1, len(tensors) // 4)
+    several = max(1, len(tensors) // 4)
+    return next(itertools.islice(filter(_is_varied, tensors), several - 1, None), None) is not None
 
 
 def _is_varied(value: Tensor) -> bool:
@@ -214,7 +273,9 @@ def _is_varied(value: Tensor) -> bool:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal, NaN to NaN."""
-    return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
+    if left.shape != right.shape or torch.equal(left, right):
+        return left.shape == right.shape
+    return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def shares_memory(outputs: Outputs, inputs: Sequence[Tensor]) -> bool:

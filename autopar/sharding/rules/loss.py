@@ -32,7 +32,8 @@ def nll_forward(call: OpCall) -> Iterator[Rule]:
             continue
         own = dim - (dim > 1)
         loss = Shard(own) if single else SUM
-        yield place(call, {0: Shard(dim), 1: Shard(own)}, (loss, REPLICATE), form=TARGETS, internal_bytes=4)
+        total_bytes = 0 if single else 4
+        yield place(call, {0: Shard(dim), 1: Shard(own)}, (loss, REPLICATE), form=TARGETS, internal_bytes=total_bytes)
 
 
 def nll_backward(call: OpCall) -> Iterator[Rule]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.sharding.layout import REPLICATE
 from autopar.sharding.op_call import OpCall, TensorSpec, is_spec, walk
-from autopar.sharding.rule import Ring, Rule
+from autopar.sharding.rule import Dispatch, Ring, Rule
 from autopar.sharding.windows import Halo
 
 RuleSource = str | Callable[[OpCall], Iterable[Rule]]  # a line of notation, or a function of the call
@@ -33,7 +33,9 @@ def place(
     splits: int = 0,
     halo: Halo | None = None,
     ring: Ring | None = None,
+    dispatch: Dispatch | None = None,
     excludes: str = "",
+    short: bool = False,
 ) -> Rule:
     """A rule from placements by argument (position or keyword); what is not named is replicated.
 
@@ -44,7 +46,7 @@ def place(
         inputs.get(key, REPLICATE) for key, value in arguments for leaf in walk(value) if isinstance(leaf, TensorSpec)
     )
     results = outputs if isinstance(outputs, tuple) else (outputs,) * len(call.outputs)
-    return Rule(placements, results, form, even, internal_bytes, splits, halo, ring, excludes)
+    return Rule(placements, results, form, even, internal_bytes, splits, halo, ring, dispatch, excludes, short)
 
 
 def long_dims(spec: TensorSpec) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ UNTAGGED = names("""
     log_sigmoid_forward.default log_sigmoid_backward.default logit_backward.default rsub.Tensor
     _prelu_kernel.default _prelu_kernel_backward.default floor_divide.default __lshift__.Scalar
     __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor rrelu_with_noise_backward.default _conj.default
-    _neg_view.default complex.default polar.default isin.Tensor_Scalar bitwise_not.default
+    _neg_view.default complex.default polar.default isin.Tensor_Scalar bitwise_not.default div.Scalar_mode
 """)
 
 # For each op, the sets of operands in which it is linear together, by argument position: partial sums in all operands

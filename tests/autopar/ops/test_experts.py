@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import autopar.ops  # noqa: F401  (registers the ops)
 from autopar.ops.pointwise_program import NotPointwiseError, gradient_text, parse, text_of
-from autopar.sharding.rules.experts import INSIDE, OWN_EXPERTS
+from autopar.sharding.rules.experts import ALL_TO_ALL, INSIDE, OWN_EXPERTS
 from tests.autopar.sharding.rules.test_custom import assert_every_rule_holds
 
 ops = torch.ops.autopar
@@ -127,7 +127,7 @@ def test_experts_may_be_cut_as_their_rules_say(biased: bool) -> None:
     wanted = [True, True, True, biased, True, biased]
     forms = assert_every_rule_holds((ops.experts.default, args))
     forms &= assert_every_rule_holds(backward_of(args, wanted))
-    assert {OWN_EXPERTS, INSIDE} <= forms
+    assert {OWN_EXPERTS, ALL_TO_ALL, INSIDE} <= forms
 
 
 def test_gradients_that_nobody_wants_are_empty_under_every_rule() -> None:

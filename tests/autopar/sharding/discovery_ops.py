@@ -36,6 +36,11 @@ def lookup(table: Tensor, rows: Tensor) -> Tensor:
     return table[rows]
 
 
+def rows_added(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    made = values.new_zeros(count, values.shape[-1])
+    return made.index_add(0, rows.flatten(), values.flatten(0, -2))
+
+
 def by_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).softmax(-1).flatten(-2).clone()
 
@@ -49,6 +54,7 @@ attention_op = define(attention, lambda q, k, v: q.new_empty(*q.shape[:-1], v.sh
 projection_op = define(projection, lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 lookup_op = define(lookup, lambda table, rows: table.new_empty(*rows.shape, *table.shape[1:]))
 by_heads_op = define(by_heads)
+rows_added_op = define(rows_added, lambda values, rows, count: values.new_empty(count, values.shape[-1]))
 statistics_op = define(statistics, lambda x: (x.new_empty(x.shape[1:]), x.new_empty(x.shape[1:])))
 
 

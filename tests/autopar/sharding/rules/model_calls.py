@@ -72,6 +72,11 @@ def group_norm_backward() -> tuple[Any, ...]:
     return torch.randn_like(source), source, mean, rstd, weight, 6, 12, 4, 6, [True, True, True]
 
 
+def cdist_backward() -> tuple[Any, ...]:
+    left, right = real(6, 12, 4), real(6, 8, 4)
+    return real(6, 12, 8), left, right, 2.0, aten._cdist_forward.default(left, right, 2.0, None)
+
+
 def batch_norm(mode: str) -> tuple[Any, ...]:
     statistics = real(12), real(12).abs() + 0.5
     return real(6, 12, 4), real(12), real(12), *statistics, mode == "train", 0.1, 1e-5
@@ -102,6 +107,8 @@ MODEL_CALLS: tuple[ModelCall, ...] = (
     ModelCall(aten.addmm.default, lambda: (real(24), real(7, 13), real(13, 24)), note="of sizes that do not divide"),
     ModelCall(aten.bmm.default, lambda: (real(6, 5, 12), real(6, 12, 4))),
     ModelCall(aten.baddbmm.default, lambda: (real(5, 4), real(6, 5, 12), real(6, 12, 4))),
+    ModelCall(aten._trilinear.default, lambda: (real(6, 4), real(8, 4, 12), real(6, 12), [1, 3], [0], [1, 2], [2, 3])),
+    ModelCall(aten._cdist_backward.default, cdist_backward),
     ModelCall(aten.add.Tensor, lambda: (real(6, 4, 12), real(4, 1))),
     ModelCall(aten.mul.Tensor, lambda: (real(6, 4), real(6, 4))),
     ModelCall(aten.mul.Tensor, lambda: (real(6, 4), 2.0), note="by a number"),

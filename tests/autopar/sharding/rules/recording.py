@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,18 +72,21 @@ def _is_hashable(call: OpCall) -> bool:
     return True
 
 
-def op_db_samples() -> dict[str, dict[OpCall, Sample]]:
-    """Samples by op overload: what runs when PyTorch's test inputs go forward and backward, in float64."""
+def op_db_samples(names: Collection[str] = ()) -> dict[str, dict[OpCall, Sample]]:
+    """Samples by op overload: what runs when PyTorch's test inputs (of functions of these names, or of all) go forward
+    and backward, in float64."""
     with ThreadPoolExecutor(1) as pool:  # PyTorch inspects the whole stack for each sample: a thread's is short
-        return pool.submit(_record_op_db).result()
+        return pool.submit(_record_op_db, names).result()
 
 
-def _record_op_db() -> dict[str, dict[OpCall, Sample]]:
+def _record_op_db(names: Collection[str]) -> dict[str, dict[OpCall, Sample]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     recorder = Recorder()
     with warnings.catch_warnings(action="ignore"):
         for op in op_db:
+            if names and op.name not in names:
+                continue
             torch.manual_seed(0)
             for sample in _inputs(op):
                 _run(op, sample, recorder)

@@ -1,0 +1,108 @@
+"""Tokens on their way to the ranks that hold their experts, and back: how many go where is known at run time alone.
+
+A token goes once to each rank that holds any of its experts, with all of its choices: the rank's own layer of experts
+computes those that are its own, and the sender adds up what comes back. What travels is rows of bytes, so that tensors
+of several dtypes go in one all-to-all. Fake kernels, which plans are made with, take choices as spread evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from autopar.ops.define import fake_of, op
+
+
+def expected_copies(choices: int, ranks: int) -> float:
+    """To how many of `ranks` ranks a token goes on average, each of its choices being on any of them alike."""
+    return ranks * (1.0 - (1.0 - 1.0 / ranks) ** choices)
+
+
+@op("expert_ranks(Tensor index, int[] starts, int[] ends) -> (Tensor, Tensor)")
+def expert_ranks(index: Tensor, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(tokens to send, rank after rank and in their order; how many go to each rank), of `index` [T, K].
+
+    Rank r holds the experts from starts[r] up to ends[r]; choices of any other go nowhere.
+    """
+    low, high = (index.new_tensor(list(edges)).view(-1, 1, 1) for edges in (starts, ends))
+    goes = ((index >= low) & (index < high)).any(-1)
+    return goes.nonzero()[:, 1], goes.sum(1)
+
+
+@op("expert_counts(Tensor index, SymInt first, SymInt experts) -> Tensor")
+def expert_counts(index: Tensor, first: int, experts: int) -> Tensor:
+    """int64 [experts]: how often `index` names each expert, from `first` on."""
+    own = (index >= first) & (index < first + experts)
+    return torch.bincount(torch.where(own, index - first, experts).flatten(), minlength=experts + 1)[:experts].clone()
+
+
+@op("all_to_all_rows(Tensor rows, Tensor coming, Tensor sent, str group) -> Tensor")
+def all_to_all_rows(rows: Tensor, coming: Tensor, sent: Tensor, group: str) -> Tensor:
+    """`all_to_all_single` of rows, with how many come from each rank and go to each in tensors; to be waited for."""
+    target = torch.ops._c10d_functional.all_to_all_single.default
+    received: Tensor = target(rows, coming.tolist(), sent.tolist(), group)
+    return received
+
+
+@op("pack_rows(Tensor[] tensors, Tensor? token) -> Tensor")
+def pack_rows(tensors: Sequence[Tensor], token: Tensor | None) -> Tensor:
+    """The rows `token` of the tensors [T, *], or all rows, side by side: uint8 [R, bytes]."""
+    rows = tensors if token is None else [tensor[token] for tensor in tensors]
+    return torch.cat([row.contiguous().view(torch.uint8) for row in rows], 1)
+
+
+@op("unpack_rows(Tensor packed, ScalarType[] dtypes, int[] widths) -> Tensor[]")
+def unpack_rows(packed: Tensor, dtypes: Sequence[torch.dtype], widths: Sequence[int]) -> list[Tensor]:
+    """The tensors [R, width] of one dtype each that `pack_rows` was given."""
+    sizes = [dtype.itemsize * width for dtype, width in zip(dtypes, widths, strict=True)]
+    bounds = pairwise(accumulate(sizes, initial=0))
+    columns = [packed[:, start:end].clone(memory_format=torch.contiguous_format) for start, end in bounds]
+    return [column.view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+
+
+@op("sum_by_token(Tensor rows, Tensor token, Tensor sent, Tensor like) -> Tensor")
+def sum_by_token(rows: Tensor, token: Tensor, sent: Tensor, like: Tensor) -> Tensor:
+    """[R, N] that came back -> [T, N], T as in `like`: per token the sum in the order of the ranks, on any device."""
+    out = rows.new_zeros((like.shape[0], rows.shape[1]))
+    for start, end in pairwise(accumulate(sent.tolist(), initial=0)):
+        out.index_add_(0, token[start:end], rows[start:end])  # a token is once in what one rank gave
+    return out
+
+
+@fake_of("expert_ranks")
+def _(index: Tensor, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+    tokens, choices = index.shape
+    rows = math.ceil(tokens * expected_copies(choices, len(starts)))
+    return index.new_empty(rows), index.new_empty(len(starts))
+
+
+@fake_of("expert_counts")
+def _(index: Tensor, first: int, experts: int) -> Tensor:
+    return index.new_empty(experts, dtype=torch.int64)
+
+
+@fake_of("all_to_all_rows")
+def _(rows: Tensor, coming: Tensor, sent: Tensor, group: str) -> Tensor:
+    return torch.empty_like(rows)
+
+
+@fake_of("pack_rows")
+def _(tensors: Sequence[Tensor], token: Tensor | None) -> Tensor:
+    rows = tensors[0].shape[0] if token is None else token.shape[0]
+    width = sum(tensor.shape[1] * tensor.element_size() for tensor in tensors)
+    return tensors[0].new_empty((rows, width), dtype=torch.uint8)
+
+
+@fake_of("unpack_rows")
+def _(packed: Tensor, dtypes: Sequence[torch.dtype], widths: Sequence[int]) -> list[Tensor]:
+    pairs = zip(dtypes, widths, strict=True)
+    return [packed.new_empty((packed.shape[0], width), dtype=dtype) for dtype, width in pairs]
+
+
+@fake_of("sum_by_token")
+def _(rows: Tensor, token: Tensor, sent: Tensor, like: Tensor) -> Tensor:
+    return rows.new_empty((like.shape[0], rows.shape[1]))

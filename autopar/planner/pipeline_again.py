@@ -1,0 +1,110 @@
+"""Pipelines that are given: a saved plan followed, or stages kept for other shapes and modes of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autopar.capture.program import BETWEEN_STAGES, InputKind, Program
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner.build import PlanningProblem
+from autopar.planner.cuts import cuts_like
+from autopar.planner.make import Options, price_choice
+from autopar.planner.pipeline import plan_stages
+from autopar.planner.pipeline_plan import PlannedPipeline, finished
+from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis, without_axis
+from autopar.planner.residency import Residency
+from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
+from autopar.schedules.actions import Schedule
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Layout
+from autopar.stages.assign import Anatomy, anatomy
+from autopar.stages.microbatch import batch_size, cut_microbatches, independent_microbatches
+from autopar.stages.staged import Staged, stage_program
+
+
+def plan_pipeline_like(
+    program: Program,
+    mesh: Mesh,
+    options: Options,
+    like: Staged,
+    schedule: Schedule,
+    assignments: Sequence[Assignment],
+) -> PlannedPipeline:
+    """A pipeline for other shapes or modes of a model whose parameters lie already: same stages, same layouts."""
+    axis = pipeline_axis(mesh, len(like.stages))
+    assert axis is not None
+    rules, inner = options.rule_book(mesh), without_axis(mesh, axis)
+    layouts: dict[str, Layout] = {}
+    for stage, assignment in zip(like.stages, assignments, strict=True):
+        for item in stage.program.inputs:
+            if item.kind is InputKind.PARAMETER:
+                layouts[item.name] = assignment.inputs[item.node]
+    count = min(schedule.microbatches, max(1, batch_size(program)))
+    pieces = cut_microbatches(program, count, rules.rules_of)
+    staged = stage_program(pieces, cuts_like(anatomy(pieces.pieces[0]), like))
+    planned = plan_stages(staged, inner, replace(options, parameter_layouts=layouts, constraints=()))
+    name = schedule.name if schedule.synchronous else "1f1b"
+    return finished(mesh, axis, staged, planned, rules, options, PipelineRequest(len(like.stages), name, count))
+
+
+def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) -> PlannedPipeline:
+    """A given plan with stages, checked against the program and priced anew."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    if plan.mesh_shape != mesh.shape:
+        raise PlanError(
+            f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {mesh.shape}", fix="plan again for this mesh"
+        )
+    request = PipelineRequest(len(plan.stages), pipeline.schedule, pipeline.microbatches)
+    rules, inner = options.rule_book(mesh), without_axis(mesh, pipeline.axis)
+    if request.is_asynchronous:
+        pieces = independent_microbatches(program, pipeline.microbatches)
+    else:
+        pieces = cut_microbatches(program, pipeline.microbatches, rules.rules_of)
+    staged = stage_program(pieces, _cuts_at(anatomy(pieces.pieces[0]), plan))
+    layouts = _boundary_of(plan)
+    planned = tuple(
+        price_choice(stage.program, inner, options, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
+        for stage, own in zip(staged.stages, plan.stages, strict=True)
+    )
+    found = finished(mesh, pipeline.axis, staged, planned, rules, options, request)
+    notes = what_was_recomputed(plan, found.plan)
+    return replace(found, plan=found.plan.repriced(notes=notes)) if notes else found
+
+
+def _picked(
+    planning: PlanningProblem, *, plan: Plan, layouts: Mapping[str, Layout]
+) -> tuple[tuple[int, ...], Residency]:
+    return resolve(planning, plan, layouts), residency_of(planning.decisions, plan)
+
+
+def _cuts_at(found: Anatomy, plan: Plan) -> tuple[int, ...]:
+    """The places at which a plan's stages begin. Raises PlanError where the program has no such op."""
+    places_by_key = {node.meta["key"]: index for index, node in enumerate(found.forward)}
+    cuts = []
+    for stage in plan.stages[1:]:
+        if stage.starts not in places_by_key:
+            raise PlanError(
+                f"the plan begins stage {stage.number} at {stage.starts!r}, which this program does not have",
+                fix="plan again: the model, the shapes of its inputs or train/eval mode differ",
+            )
+        cuts.append(places_by_key[stage.starts])
+    if cuts != sorted(set(cuts)):
+        raise PlanError("the plan's stages do not follow each other", fix="plan again")
+    return tuple(cuts)
+
+
+def _boundary_of(plan: Plan) -> dict[str, Layout]:
+    """How values leave each stage: as the stage that reads them takes them."""
+    layouts: dict[str, Layout] = {}
+    for entry in plan.every_entry:
+        kind, _, name = entry.key.partition(":")
+        if kind == "arriving":
+            layouts[f"leaving:{name}"] = entry.outputs[0]
+        elif kind == "tangent" and name.startswith(BETWEEN_STAGES):
+            layouts[f"gradient:{name}"] = entry.outputs[0]
+    return layouts

@@ -1,0 +1,156 @@
+"""The plan of a pipeline from those of its stages: the schedule, its simulated step, memory with all in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.hardware import AxisLinks, axis_links
+from autopar.mesh import Mesh
+from autopar.plan import Plan, StagePlan
+from autopar.plan_entries import Pipeline
+from autopar.planner.make import Options, Planned, program_hash
+from autopar.planner.pipeline_request import PipelineRequest, without_axis
+from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
+from autopar.schedules.actions import Schedule
+from autopar.schedules.generate import Request, generate
+from autopar.schedules.memory import StageMemory
+from autopar.schedules.timing import bubble_fraction, simulate_schedule
+from autopar.sharding.discovery.book import RuleBook
+from autopar.stages.assign import anatomy
+from autopar.stages.staged import Staged
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A plan with stages, and all that running it needs."""
+
+    plan: Plan
+    staged: Staged
+    schedule: Schedule
+    stages: tuple[Planned, ...]
+    rules: RuleBook  # of the whole program
+    axis: int
+    stage_peaks: tuple[int, ...]  # bytes of each stage on its ranks, all its microbatches in flight included
+
+
+def finished(
+    mesh: Mesh,
+    axis: int,
+    staged: Staged,
+    planned: tuple[Planned, ...],
+    rules: RuleBook,
+    options: Options,
+    request: PipelineRequest,
+) -> PlannedPipeline:
+    """The stages' plans with their schedule, as one plan."""
+    inner, ranks = without_axis(mesh, axis), mesh.shape[axis]
+    link = axis_links(mesh.profile, mesh.shape)[axis]
+    costs = [stage_costs(item, inner, send_seconds(link, sent_bytes(item.local))) for item in planned]
+    schedule = make_schedule(staged, ranks, costs, options.limit(mesh), request)
+    simulation = simulate_schedule(schedule, dict(enumerate(item.times for item in costs)))
+    in_flight = [_in_flight(schedule, stage) for stage in range(len(planned))]
+    peaks = [cost.peak_bytes(count) for cost, count in zip(costs, in_flight, strict=True)]
+    plan = Plan(
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        hardware=mesh.profile.name,
+        search=planned[0].plan.search,
+        model_hash=program_hash(staged.program),
+        entries=(),
+        step_s=simulation.step_s + max(_update_s(item) for item in planned),
+        peak_bytes=max(sum(peaks[stage] for stage in schedule.stages_of(rank)) for rank in range(ranks)),
+        memory_limit_bytes=options.limit(mesh),
+        optimizer=options.optimizer.name,
+        cost=sum(item.plan.cost for item in planned),
+        bound=sum(item.plan.bound for item in planned),
+        without_rule=tuple(dict.fromkeys(op for item in planned for op in item.plan.without_rule)),
+        stages=_stage_plans(staged, schedule, planned, costs, in_flight),
+        pipeline=Pipeline(
+            axis,
+            request.schedule or schedule.name,
+            schedule.microbatches,
+            schedule.virtual_stages,
+            bubble_fraction(simulation),
+        ),
+    )
+    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, tuple(peaks))
+
+
+def _stage_plans(
+    staged: Staged,
+    schedule: Schedule,
+    planned: Sequence[Planned],
+    costs: Sequence[StageCosts],
+    in_flight: Sequence[int],
+) -> tuple[StagePlan, ...]:
+    starts = ["", *(node.meta["key"] for node in _starts(staged))]
+    return tuple(
+        StagePlan(
+            number=stage,
+            rank=schedule.rank_of(stage),
+            starts=starts[stage],
+            plan=item.plan,
+            forward_s=costs[stage].times.forward_s,
+            backward_input_s=costs[stage].times.backward_input_s,
+            backward_weight_s=costs[stage].times.backward_weight_s,
+            in_flight=in_flight[stage],
+            activation_bytes=costs[stage].saved_bytes,
+            sent_bytes=costs[stage].sent_bytes,
+        )
+        for stage, item in enumerate(planned)
+    )
+
+
+def _starts(staged: Staged) -> list[fx.Node]:
+    forward = anatomy(staged.microbatches.pieces[0]).forward
+    return [forward[cut] for cut in staged.cuts]
+
+
+def _update_s(planned: Planned) -> float:
+    step = planned.plan.step_ops
+    return sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """The most microbatches whose activations a stage holds at once."""
+    held = most = 0
+    for action in schedule.ranks[schedule.rank_of(stage)]:
+        if action.stage == stage and action.kind == "forward":
+            held += 1
+            most = max(most, held)
+        elif action.stage == stage and action.kind in ("backward", "backward_weight"):
+            held -= 1
+    return most
+
+
+def send_seconds(link: AxisLinks, bytes_: int) -> float:
+    """Seconds to send that many bytes to the next stage."""
+    return float(collective_seconds("send", bytes_, link)) if bytes_ else 0.0
+
+
+def make_schedule(
+    staged: Staged, ranks: int, costs: Sequence[StageCosts], limit_bytes: int, request: PipelineRequest
+) -> Schedule:
+    """The schedule asked for, or for training 1F1B; forward alone where nothing is trained."""
+    stages, count = len(staged.stages), staged.microbatches.count
+    name = request.schedule or ("1f1b" if stages == ranks else "interleaved")
+    memory = {
+        stage: StageMemory(
+            fixed_bytes=cost.held_bytes + cost.working_bytes, activation_bytes=cost.saved_bytes, version_bytes=0
+        )
+        for stage, cost in enumerate(costs)
+    }
+    asked = Request(
+        stages,
+        count,
+        stages // ranks,
+        times=dict(enumerate(item.times for item in costs)),
+        memory=memory,
+        limits_bytes=[float(limit_bytes)] * ranks if name == "auto" else (),
+        edges=staged.first.edges,
+    )
+    return generate(name, asked)

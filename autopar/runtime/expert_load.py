@@ -1,0 +1,101 @@
+"""How many tokens chose each expert, since counting began: on each rank its own, and in all when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import UnsupportedOptionError
+from autopar.passes.observed import ExpertCount
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Choices by expert, of the tokens of all ranks; dropped ones do not count.
+
+    `counts`: by path of the layer, int64 [experts]. `spans`: by layer, first and end of the experts that each group of
+    ranks holds; one span where every rank holds all.
+    """
+
+    counts: Mapping[str, Tensor]
+    spans: Mapping[str, tuple[tuple[int, int], ...]]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers of experts, in the order of the program."""
+        return tuple(self.counts)
+
+    @property
+    def matrix(self) -> Tensor:
+        """int64 [layers, experts], as `autopar.search.place_experts` takes it."""
+        sizes = {layer: len(count) for layer, count in self.counts.items()}
+        if len(set(sizes.values())) > 1:
+            raise UnsupportedOptionError(
+                f"layers have unequal numbers of experts: {sizes}", fix="use `counts`, layer by layer"
+            )
+        return torch.stack(list(self.counts.values())) if sizes else torch.zeros((0, 0), dtype=torch.int64)
+
+    @property
+    def device_load(self) -> Mapping[str, Tensor]:
+        """By layer, int64 [groups]: the choices that each group of ranks computes, in the order of the mesh."""
+        return MappingProxyType(
+            {
+                layer: torch.stack([count[start:end].sum() for start, end in self.spans[layer]])
+                for layer, count in self.counts.items()
+            }
+        )
+
+    @property
+    def imbalance(self) -> Mapping[str, float]:
+        """By layer, the load of the slowest group of ranks over the mean of the groups; 1 without any load."""
+        return MappingProxyType({layer: _imbalance(load) for layer, load in self.device_load.items()})
+
+    @property
+    def expert_imbalance(self) -> Mapping[str, float]:
+        """By layer, the load of the most chosen expert over the mean of all; 1 without any load."""
+        return MappingProxyType({layer: _imbalance(count) for layer, count in self.counts.items()})
+
+
+def _imbalance(load: Tensor) -> float:
+    mean = float(load.double().mean())
+    return float(load.max()) / mean if mean > 0 else 1.0
+
+
+@dataclass
+class ExpertCounter:
+    """Adds up what the forward graphs of this rank return."""
+
+    mesh: DeviceMesh
+    sums: dict[ExpertCount, Tensor] = field(default_factory=dict)
+
+    def add(self, what: Sequence[ExpertCount], counts: Sequence[Tensor]) -> None:
+        """The counts of one call."""
+        for key, count in zip(what, counts, strict=True):
+            if key in self.sums:
+                self.sums[key] += count
+            else:
+                self.sums[key] = count.clone()
+
+    def reset(self) -> None:
+        """Start anew."""
+        for count in self.sums.values():
+            count.zero_()
+
+    def load(self) -> ExpertLoad:
+        """In all; to be called on every rank of the mesh. Several shapes of input, and several calls of one layer, add
+        up."""
+        counts: dict[str, Tensor] = {}
+        spans: dict[str, tuple[tuple[int, int], ...]] = {}
+        for key, count in self.sums.items():
+            total = count.clone()
+            for axis in key.axes:
+                dist.all_reduce(total, group=self.mesh.get_group(axis))
+            counts[key.layer] = counts[key.layer] + total.cpu() if key.layer in counts else total.cpu()
+            spans[key.layer] = key.spans
+        return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans))

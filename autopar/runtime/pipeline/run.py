@@ -1,0 +1,161 @@
+"""One call of a pipeline on this rank: the schedule, then what all ranks are to have of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.program import OutputKind
+from autopar.runtime.parameters import as_dtensor
+from autopar.runtime.pipeline.gathered import OutputKey
+from autopar.runtime.pipeline.lanes import RealLane, Value
+from autopar.runtime.pipeline.rank import PipelineRank
+from autopar.runtime.pipeline.stage import StageVariant
+from autopar.runtime.pipeline.step import PipelineStep, early_values, joined
+from autopar.runtime.pipeline.weights import Update, Weights
+from autopar.runtime.pipeline.worker import Batch, Worker
+from autopar.runtime.step import geometry_of
+from autopar.schedules.actions import Action
+
+BACKWARD = ("backward", "backward_input", "backward_weight", "send_gradient", "recv_gradient")
+
+
+@dataclass
+class BoundPipeline:
+    """A compiled pipeline on this rank: its stages, emitted."""
+
+    step: PipelineStep
+    place: PipelineRank
+    variants: dict[int, tuple[StageVariant, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        geometry = geometry_of(self.place.stage_mesh)
+        for stage in self.step.schedule.stages_of(self.place.rank):
+            self.variants[stage] = self.step.variants(stage, [geometry])
+        self.lane = RealLane(self.place.stage_mesh)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return self.step.schedule.ranks[self.place.rank]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(output.kind is OutputKind.GRADIENT for output in self.step.staged.program.outputs)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the backward starts from one scalar that the program computes."""
+        differentiable = [output for output in self.step.staged.program.outputs if output.differentiable]
+        return len(differentiable) == 1 and differentiable[0].kind is OutputKind.LOSS
+
+    def worker(
+        self,
+        inputs: Mapping[str, Tensor],
+        parameters: Mapping[str, DTensor],
+        buffers: Mapping[str, Tensor],
+        seed: int,
+        update: Update | None = None,
+    ) -> Worker:
+        """What runs one call; `inputs` in full."""
+        step, device = self.step, self.place.mesh.device_type
+        held = {name: tensor.detach().to(device) for name, tensor in inputs.items()}
+        number = torch.tensor(seed, dtype=torch.int64, device=device)
+        early = early_values(step.staged, held, buffers, number)
+
+        def current(_: int, name: str) -> Value:
+            return [parameters[name].to_local().detach()]
+
+        names = {stage: parameter_names(variants[0]) for stage, variants in self.variants.items()}
+        weights = Weights(current, names, update)
+        tangents = self._ones()
+        batch = Batch({**held, **early}, dict(buffers), tangents, number)
+        return Worker(
+            self.place.rank, step.staged, step.schedule, self.variants, self.lane, self.place.links, weights, batch
+        )
+
+    def _ones(self) -> dict[str, Tensor]:
+        """The gradient of the loss by itself."""
+        device = self.place.mesh.device_type
+        outputs = zip(self.step.staged.program.outputs, self.step.staged.program.results, strict=True)
+        return {
+            output.name: torch.ones((), dtype=node.meta["val"].dtype, device=device)
+            for output, node in outputs
+            if output.kind is OutputKind.LOSS
+        }
+
+    def follow(self, worker: Worker, actions: Iterable[Action]) -> None:
+        """Run actions to their end, and wait for what was sent."""
+        for _ in worker.run(actions):
+            raise AssertionError("a real rank waits inside its channels")
+        self.place.links.finish()
+
+    def everywhere(self, worker: Worker, key: OutputKey) -> Tensor:
+        """An output in full on every rank: computed by the ranks of its stage, given to those of the others."""
+        home = self.step.staged.homes[key][-1]
+        rank = self.step.schedule.rank_of(home)
+        program = self.step.staged.program
+        found = zip(program.outputs, program.results, strict=True)
+        fake = next(node.meta["val"] for output, node in found if (output.kind, output.name) == key)
+        if rank == self.place.rank:
+            full = self._full(worker, home, key).contiguous()
+        else:
+            full = torch.empty(fake.shape, dtype=fake.dtype, device=self.place.mesh.device_type)
+        return self.place.broadcast(full, rank) if len(self.place.line) > 1 else full
+
+    def _full(self, worker: Worker, stage: int, key: OutputKey) -> Tensor:
+        """An output of one of this rank's stages, of all microbatches, in full."""
+        parts = {}
+        for item, value in worker.gathered.outputs[key].items():
+            variant = self.variants[stage][self.step.staged.variant_of[item]]
+            output = next(it for it in variant.program.outputs if (it.kind, it.name) == key)
+            parts[item] = self.lane.full(value, variant.output_layouts[output], variant.output_shapes[output])
+        return joined(self.step.staged, key, parts)
+
+    def parameter_gradients(self, worker: Worker) -> dict[str, DTensor]:
+        """The gradients of this rank's parameters, as their DTensors; those that stages share are summed over them."""
+        own: dict[str, list[Tensor]] = {}
+        for (_, name), value in sorted(worker.gathered.gradients.items()):
+            own.setdefault(name, []).append(value[0])
+        sums = {name: reduce(torch.add, parts) for name, parts in own.items()}
+        holders = self._holders()
+        for name, ranks in holders.items():
+            if self.place.rank in ranks and name not in sums:
+                sums[name] = self._zeros(name)
+        sums.update(self.place.summed(sums, holders))
+        gradients = {}
+        for variants in self.variants.values():
+            for item in variants[0].program.inputs:
+                if item.name in sums and item.name not in gradients and item.node in variants[0].parameter_nodes:
+                    layout, shape = variants[0].input_layout(item.node), variants[0].parameter_nodes[item.node]
+                    local = sums[item.name].contiguous()
+                    gradients[item.name] = as_dtensor(local, self.place.stage_mesh, layout, shape)
+        return gradients
+
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """By shared parameter that is trained, the pipeline ranks that hold it or a part of its gradient."""
+        staged, schedule = self.step.staged, self.step.schedule
+        trained = {output.name for output in staged.program.outputs if output.kind is OutputKind.GRADIENT}
+        found = {}
+        for name, stages in staged.first.shared.items():
+            ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
+            if name in trained and len(ranks) > 1:
+                found[name] = ranks
+        return found
+
+    def _zeros(self, name: str) -> Tensor:
+        for variants in self.variants.values():
+            for item in variants[0].program.inputs:
+                if item.name == name and item.node in variants[0].parameter_nodes:
+                    return torch.zeros_like(variants[0].local_value(item.node), device=self.place.mesh.device_type)
+        raise AssertionError(f"{name} is not on this rank")
+
+
+def parameter_names(variant: StageVariant) -> tuple[str, ...]:
+    """The parameters of a stage."""
+    nodes = variant.parameter_nodes
+    return tuple(item.name for item in variant.program.inputs if item.node in nodes)

@@ -1,0 +1,69 @@
+"""Pipelines in one process: loss, every gradient and buffer are those of the single device, whatever the schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.zoo.plain import make_plain
+from tests.autopar.models import MODELS
+
+ONE_LINE = autopar.Mesh((2,), ("pp",), hardware="cpu")
+
+
+def check(name: str, mesh: autopar.Mesh, search: str = "ddp", **options: object) -> autopar.Report:
+    model, inputs = MODELS[name]() if name in MODELS else make_plain(name)
+    report = autopar.verify(model, mesh, example_inputs=inputs, search=search, **options)  # type: ignore[arg-type]
+    assert report.ok, report.table
+    return report
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_schedules_give_the_gradients_of_the_single_device(schedule: str) -> None:
+    check("llama", ONE_LINE, schedule=schedule, microbatches=4)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_schedules_with_two_stages_on_a_rank(schedule: str) -> None:
+    check("vit", ONE_LINE, schedule=schedule, stages=4, microbatches=4)
+
+
+@pytest.mark.parametrize("name", ["t5", "unet"])
+def test_values_that_skip_stages_and_parameters_that_stages_share(name: str) -> None:
+    check(name, autopar.Mesh((4,), ("pp",), hardware="cpu"), schedule="1f1b", microbatches=2)
+
+
+def test_microbatches_of_different_sizes() -> None:
+    check("mlp", ONE_LINE, schedule="gpipe", microbatches=3)
+
+
+def test_one_microbatch_needs_no_cut_so_that_batch_norm_is_exact() -> None:
+    check("resnet", ONE_LINE, schedule="gpipe", microbatches=1)
+
+
+@pytest.mark.parametrize("search", ["ddp", "megatron", "fsdp"])
+def test_stages_of_several_ranks_each(search: str) -> None:
+    check("llama", autopar.Mesh((2, 2), ("pp", "dp"), hardware="cpu"), search, schedule="1f1b", microbatches=2)
+
+
+def test_stage_data_and_tensor_parallel_on_sixteen_ranks() -> None:
+    report = check("llama", autopar.Mesh((2, 2, 4), ("pp", "dp", "tp"), hardware="cpu"), "megatron", microbatches=2)
+    assert report.plan is not None and [stage.rank for stage in report.plan.stages] == [0, 1]
+
+
+def test_random_ops_draw_what_the_single_device_draws() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Dropout(0.5))]
+    model = nn.Sequential(*layers).train()
+    report = autopar.verify(model, ONE_LINE, example_inputs=torch.randn(8, 8), search="ddp", microbatches=4)
+    assert report.ok, report.table
+    assert "captured program" in report.reference
+
+
+def test_without_a_named_axis_the_stages_say_which_axis_is_the_pipelines() -> None:
+    model, inputs = MODELS["mlp"]()
+    plan = autopar.make_plan(model, (2, 4), example_inputs=inputs, stages=4, microbatches=2, search="ddp")
+    assert plan.pipeline is not None and plan.pipeline.axis == 1
+    assert all(stage.plan.mesh_shape == (2,) for stage in plan.stages)
