@@ -24,8 +24,10 @@ from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
 from autopar.ops.dispatch import expected_copies
+from autopar.planner.optimizer_state import Optimizer
 from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.reshard import reshard_steps
 from autopar.sharding.rule import Dispatch, Ring
 from autopar.sharding.strategies import Strategy, local_bytes
 from autopar.sharding.windows import Halo, halo_rows
@@ -188,10 +190,13 @@ class Prices:
         others = tuple(1 if index == axis else ranks for index, ranks in enumerate(self.mesh.shape))
         return bytes_ * local_bytes(spec, strategy.outputs[0], others) / max(1, spec.nbytes)
 
-    def optimizer(self, parameter_bytes: Seconds, state_copies: float) -> Seconds:
-        """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
-        value = optimizer_step_seconds(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
-        return np.asarray(value, dtype=np.float64)
+    def optimizer(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> float:
+        """Seconds of the optimizer's step for a parameter: on the part that a rank updates, and to gather the parts."""
+        cut = optimizer.layout(spec, layout, self.mesh.shape)
+        own = float(local_bytes(spec, cut, self.mesh.shape))
+        state = float(optimizer.bytes(spec, layout, self.mesh.shape))
+        steps = reshard_steps(spec, cut, layout, self.mesh.shape, self.collective) if cut != layout else ()
+        return float(optimizer_step_seconds(self.device, own, own, state)) + sum(step.seconds for step in steps)
 
 
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
