@@ -141,7 +141,8 @@ class StagedCompiler:
         request = self.request
 
         def captured() -> Program:
-            return capture(model, *part_to_capture(request, args, kwargs, like), device=self.mesh.device_type)
+            part = part_to_capture(request, args, kwargs, like)
+            return capture(model, *part, device=self.mesh.device_type, precision=self.options.precision)
 
         program = self.ranks.all_succeed(captured)
         text = self.ranks.first_decides(lambda: _packed(self._planned(program, like)))

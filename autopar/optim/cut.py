@@ -138,6 +138,7 @@ def reduce_in_place(statistics: Sequence[Statistic], op: dist.ReduceOp.RedOpType
         values = together[mesh, axis, dtype, device]
         flat = torch.cat([value.reshape(-1) for value in values])
         dist.all_reduce(flat, op, group=mesh.get_group(axis))
-        parts = flat.split([value.numel() for value in values])
-        for value, part in zip(values, parts, strict=True):
-            value.copy_(part.view(value.shape))
+        start = 0
+        for value in values:
+            value.copy_(flat.narrow(0, start, value.numel()).view(value.shape))
+            start += value.numel()

@@ -55,6 +55,12 @@ def test_a_plan_is_verified_against_the_same_policy(search: str, precision: str)
     assert "same policy" in report.reference
 
 
+def test_a_pipeline_is_verified_against_the_same_policy() -> None:
+    mesh = autopar.Mesh((2, 2), ("pp", "dp"))
+    report = autopar.verify(Model(), mesh, example_inputs=batch(), microbatches=2, precision="bf16")
+    assert report.ok, report.table
+
+
 def test_casts_are_ops_of_the_graph_and_its_edges_stay_wide() -> None:
     program = capture(Model(), batch(), {}, precision=Precision(torch.bfloat16))
     values = program.named_inputs(InputKind.PARAMETER).values()
@@ -129,6 +135,12 @@ def scaled_training() -> tuple[list[float], float]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+    scalers[0].scale(pmodel(*inputs_of(4))).backward()
+    before, first = next(pmodel.parameters()).full_tensor(), next(pmodel.parameters())
+    if mesh.get_rank() == 1 and isinstance(first.grad, DTensor):  # an overflow on one rank alone
+        first.grad.to_local()[0] = float("inf")
+    scalers[0].step(optimizers[0])
+    assert torch.equal(next(pmodel.parameters()).full_tensor(), before), "all ranks skip the step"
     full = {name: item.full_tensor() for name, item in pmodel.named_parameters() if isinstance(item, DTensor)}
     worst = [float((full[name] - item).abs().max()) for name, item in alone.named_parameters()]
     assert scalers[0].get_scale() == 256.0 / 2 * 2, "the second step overflows, the two after it let the scale grow"
