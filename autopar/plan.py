@@ -39,17 +39,13 @@ class StagePlan:
     rank: int  # along the pipeline's axis
     starts: str
     plan: Plan  # on the mesh without the pipeline's axis, for one microbatch
+    parameters: tuple[str, ...] = ()
     forward_s: float = 0.0
     backward_input_s: float = 0.0
     backward_weight_s: float = 0.0
     in_flight: int = 1  # microbatches whose activations are held at once, at most
     activation_bytes: int = 0  # of one microbatch, from its forward to its backward
     sent_bytes: int = 0  # to later stages for one microbatch, by one rank
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the stage's parameters."""
-        return tuple(entry.key for entry in self.plan.entries if entry.kind == "parameter")
 
 
 @dataclass(frozen=True)
@@ -258,6 +254,7 @@ class Plan:
         stages = [
             {
                 **{name: getattr(stage, name) for name in STAGE_NUMBERS},
+                "parameters": list(stage.parameters),
                 "starts": stage.starts,
                 "plan": stage.plan.to_json(),
             }
@@ -377,7 +374,11 @@ class _Reader:
         exact: dict[str, Any] = {name: value if name.endswith("_s") else int(value) for name, value in numbers.items()}
         if exact["number"] != number:
             raise PlanFormatError(f"stage {exact['number']} stands at place {number}", where="pipeline")
-        return StagePlan(starts=self.field(item, "starts", str), plan=Plan.from_json(item.get("plan")), **exact)
+        names = self.field(item, "parameters", list)
+        if not all(isinstance(name, str) for name in names):
+            raise PlanFormatError(f"'parameters' is {names!r}, expected a list of names", where=f"stage {number}")
+        starts, plan = self.field(item, "starts", str), Plan.from_json(item.get("plan"))
+        return StagePlan(starts=starts, plan=plan, parameters=tuple(names), **exact)
 
     def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
         found = self.field(predicted, "memory", dict)
