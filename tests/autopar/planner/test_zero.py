@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.capture.trace import capture
@@ -20,6 +21,8 @@ from autopar.planner.moves_again import MovesAgain
 from autopar.planner.optimizers import optimizer_of
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
+from tests.autopar.parity import full
+from tests.gloo import run_on_ranks
 
 RANKS = 64
 PUBLISHED = {  # bytes per parameter, of Rajbhandari et al., SC 2020, figure 1: half-precision Adam with K = 12
@@ -82,6 +85,33 @@ def test_a_stage_holds_what_its_formula_says(search: str) -> None:
 def test_the_first_stage_needs_an_optimizer_that_divides_its_state() -> None:
     with pytest.raises(PlanError, match="divides its state"):
         autopar.make_plan(nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="zero1")
+
+
+def trained() -> list[float]:
+    """Four steps of a `zero1` plan, made at once and at the first call: differences to one device."""
+    sharded, found = partial(ShardedState, optimizer=torch.optim.AdamW), []
+    mesh, batches = init_device_mesh("cpu", (2,)), torch.randn(4, 8, 16)
+    for early in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+        given = {"example_inputs": batches[0]} if early else {}
+        pmodel = autopar.compile(model, mesh, search="zero1", optimizer=sharded, **given)
+        optimizers = [sharded(pmodel.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+        for batch in batches:
+            for module, optimizer, schedule in zip((pmodel, model), optimizers, schedules, strict=True):
+                module(batch).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        pairs = zip(pmodel.parameters(), model.parameters(), strict=True)
+        found.append(max(float((full(ours) - theirs).abs().max()) for ours, theirs in pairs))
+    return found
+
+
+def test_a_plan_of_the_first_stage_trains_as_one_device() -> None:
+    for found in run_on_ranks(trained, 2):
+        assert max(found) < 1e-5
 
 
 def test_a_promised_state_is_divided_in_the_predicted_memory() -> None:
