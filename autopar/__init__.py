@@ -7,7 +7,7 @@
 True
 """
 
-from autopar import errors, nn, search
+from autopar import errors, nn, optim, search
 from autopar.api import compile, make_plan, run_virtual, verify
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -34,6 +34,7 @@ __all__ = [
     "errors",
     "make_plan",
     "nn",
+    "optim",
     "register_rule",
     "run_virtual",
     "search",

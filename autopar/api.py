@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -64,7 +65,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     hardware: Hardware | None = None,
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
-    precision: None = None,
+    precision: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -77,7 +78,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     of keyword inputs, the global batch; without them the first call plans. `plan`: follow a saved, edited or hand-made
     plan. `search`: `ilp`, another registered strategy or function, or a hand plan: `ddp`, `fsdp`, `megatron`.
     `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
-    is counted. `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
+    is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype
+    (`-wide` behind it: sums over ranks are in it too).
+    `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
 
@@ -94,8 +97,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     """
 
     def read() -> _Given:
-        refuse_unsupported(precision=precision, backend=backend)
-        options = make_options(search, memory_limit_bytes, optimizer, constraints)
+        refuse_unsupported(backend=backend)
+        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
         inputs = None if example_inputs is None else call_arguments(example_inputs)
         request = make_request(stages, schedule, microbatches)
         return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request, optimizer)
@@ -172,7 +175,7 @@ def make_plan(
     hardware: Hardware | None = None,
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
-    precision: None = None,
+    precision: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -188,18 +191,17 @@ def make_plan(
     >>> autopar.make_plan(layer, autopar.Mesh((2,)), example_inputs=torch.ones(4, 8)).mesh_shape
     (2,)
     """
-    refuse_unsupported(precision=precision, backend=backend)
+    refuse_unsupported(backend=backend)
     view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
     staged = wants_pipeline(view, request, given) is not None
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
-    program = capture(module, *part_to_capture(request, args, kwargs), device=view.device_type)
-    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
+    captured = partial(capture, module, device=view.device_type, precision=options.precision)
+    program = captured(*part_to_capture(request, args, kwargs))
     if staged:
         return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
     planned = plan_or_follow(program, view, options, given)
-    return with_questions(
-        planned, lambda size: capture(module, *with_batch(args, kwargs, size), device=view.device_type)
-    )
+    return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
 
 
 def run_virtual(
@@ -212,7 +214,7 @@ def run_virtual(
     hardware: Hardware | None = None,
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
-    precision: None = None,
+    precision: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -228,8 +230,8 @@ def run_virtual(
     >>> sorted(run.gradients), len(run.peak_bytes)
     (['bias', 'weight'], 2)
     """
-    refuse_unsupported(precision=precision, backend=backend)
-    options = make_options(search, memory_limit_bytes, optimizer, constraints)
+    refuse_unsupported(backend=backend)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
     request = make_request(stages, schedule, microbatches)
     inputs = call_arguments(example_inputs)
     return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request))[0]
@@ -245,7 +247,7 @@ def verify(
     hardware: Hardware | None = None,
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
-    precision: None = None,
+    precision: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -266,8 +268,8 @@ def verify(
     """
 
     def read() -> _Given:
-        refuse_unsupported(precision=precision, backend=backend)
-        options = make_options(search, memory_limit_bytes, optimizer, constraints)
+        refuse_unsupported(backend=backend)
+        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
         inputs, request = call_arguments(example_inputs), make_request(stages, schedule, microbatches)
         return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request)
 
@@ -276,7 +278,7 @@ def verify(
     given = read()
     run, program, followed = _run_virtual(given)
     actual = Values(run.outputs, run.gradients, run.buffers)
-    expected, reference = _reference(given.model, program, example_inputs)
+    expected, reference = _reference(given, program, example_inputs)
     report = compare(actual, expected, reference=reference, tolerance=tolerance)
     return replace(report, plan=followed, peak_bytes=max(run.peak_bytes))
 
@@ -286,7 +288,7 @@ def _run_virtual(given: _Given) -> tuple[VirtualRun, Program, Plan]:
     args, kwargs = given.inputs
     is_staged = given.axis is not None
     _refuse_asynchronous(given.request)
-    program = capture(given.model, args, kwargs, device="cpu")
+    program = capture(given.model, args, kwargs, device="cpu", precision=given.options.precision)
     if is_staged:
         staged = pipeline_or_follow(program, given.mesh, given.options, given.request, plan=given.plan)
         run = run_virtual_pipeline(given.model, pipeline_step(staged), args, kwargs, seed=SEED)
@@ -304,11 +306,14 @@ def _refuse_asynchronous(request: PipelineRequest) -> None:
         )
 
 
-def _reference(model: nn.Module, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
+def _reference(given: _Given, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
     args, kwargs = call_arguments(inputs)
     if is_random(program):
-        return traced_values(model, program, tensor_leaves(args, kwargs), seed), "the captured program on one device"
-    return eager_values(model, program, args, kwargs), "the model as PyTorch runs it"
+        found = traced_values(given.model, program, tensor_leaves(args, kwargs), seed)
+        return found, "the captured program on one device"
+    policy = given.options.precision
+    under = f" under the same policy, in {str(policy.dtype).removeprefix('torch.')}" if policy else ""
+    return eager_values(given.model, program, args, kwargs, policy), f"the model as PyTorch runs it{under}"
 
 
 def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, tolerance: float | None) -> Report:
@@ -319,6 +324,6 @@ def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, t
     pmodel = _compiled(mesh, agreed)
     program, seed = pmodel.program, pmodel.next_seed
     actual = full_values(pmodel, program, args, kwargs)
-    expected, reference = _reference(given.model, program, inputs, seed)
+    expected, reference = _reference(given, program, inputs, seed)
     report = compare(actual, expected, reference=reference, tolerance=tolerance)
     return replace(report, plan=cast(Plan, pmodel.plan))

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autopar.capture.precision import Precision, Reduction
 from autopar.cost_models.hardware import HardwareProfile
 from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStrategyError, UnsupportedOptionError
 from autopar.mesh import Mesh
@@ -30,8 +31,13 @@ Constraints = Mapping[str, str] | Sequence[Constraint | tuple[str, str]]
 GivenPlan = Plan | str | Path
 
 _LATER = {
-    "precision": "a mixed-precision policy",
     "backend": "compilation of the emitted graphs",
+}
+
+PRECISIONS = {
+    name + suffix: Precision(dtype, reduction)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    for suffix, reduction in (("", Reduction.FASTEST), ("-wide", Reduction.WIDE))
 }
 
 
@@ -103,7 +109,11 @@ def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> i
 
 
 def make_options(
-    search: Search, memory_limit_bytes: int | None, optimizer: OptimizerFactory | None, constraints: Constraints
+    search: Search,
+    memory_limit_bytes: int | None,
+    optimizer: OptimizerFactory | None,
+    constraints: Constraints,
+    precision: str | None = None,
 ) -> Options:
     """The planner's options from the public keywords. Raises an error of the keyword that cannot be read."""
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float, type(None))):
@@ -119,8 +129,20 @@ def make_options(
         memory_limit_bytes=None if memory_limit_bytes is None else int(memory_limit_bytes),
         optimizer=optimizer_of(optimizer),
         constraints=as_constraints(constraints),
+        precision=precision_of(precision),
         discovery=Discovery(DiskCache(folder) if (folder := cache_folder(os.environ)) else None),
     )
+
+
+def precision_of(name: str | None) -> Precision | None:
+    """The policy of that name: `bf16` or `fp16`; with `-wide` behind it, gradients are summed in parameters' dtypes."""
+    if name is None:
+        return None
+    if name not in PRECISIONS:
+        raise UnsupportedOptionError(
+            f"precision={name!r} is no policy", fix=f"give one of {', '.join(map(repr, PRECISIONS))}, or leave it out"
+        )
+    return PRECISIONS[name]
 
 
 def load_plan(plan: GivenPlan | None) -> Plan | None:

@@ -6,11 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from autopar import optim
 from autopar.api import make_plan, verify
+from autopar.arguments import PRECISIONS
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.model_source import load_model, parse_mesh_shape
@@ -48,9 +51,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--mesh", required=True, type=parse_mesh_shape, help="ranks per axis, as 2x4")
     parser.add_argument("--hardware", default="h100", help="a shipped profile or a JSON file (default h100)")
-    parser.add_argument("--search", default="ilp", help="ilp, ddp, fsdp, megatron, or another strategy (default ilp)")
+    parser.add_argument(
+        "--search", default="ilp", help="ilp, ddp, zero1, zero2, fsdp, megatron, or another strategy (default ilp)"
+    )
     parser.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
-    parser.add_argument("--optimizer", help="a class of torch.optim whose state is counted, as AdamW")
+    parser.add_argument("--optimizer", help="a class of torch.optim or autopar.optim whose state is counted")
+    parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
     parser.add_argument("--stages", type=int, help="pipeline stages, along the first mesh axis of that length")
     parser.add_argument("--schedule", help="of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or auto")
@@ -62,7 +69,8 @@ def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "search": chosen.search,
         "memory_limit_bytes": None if chosen.memory_limit is None else int(chosen.memory_limit),
-        "optimizer": optimizer_named(chosen.optimizer),
+        "optimizer": optimizer_named(chosen.optimizer, sharded=chosen.shard_state),
+        "precision": chosen.precision,
         "constraints": pins_of(chosen.pin),
         "stages": chosen.stages,
         "schedule": chosen.schedule,
@@ -81,11 +89,14 @@ def pins_of(texts: Sequence[str]) -> dict[str, str]:
     return pins
 
 
-def optimizer_named(name: str | None) -> Any:
-    found = getattr(torch.optim, name, None) if name else None
+def optimizer_named(name: str | None, *, sharded: bool = False) -> Any:
+    """A class by its name; `sharded`: with its state divided among replicas."""
+    found = getattr(torch.optim, name, None) or getattr(optim, name, None) if name else None
     if name and not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConstraintError(f"torch.optim has no optimizer {name!r}", fix="name a class of torch.optim, as AdamW")
-    return found
+        raise ConstraintError(
+            f"neither torch.optim nor autopar.optim has an optimizer {name!r}", fix="name one, as AdamW or SM3"
+        )
+    return partial(optim.ShardedState, optimizer=found or torch.optim.AdamW) if sharded else found
 
 
 def run_plan(chosen: argparse.Namespace) -> int:

@@ -64,13 +64,16 @@ class Compiler:
         parameter_layouts: Mapping[str, Layout] | None,
     ) -> CompiledStep:
         """Capture, plan and emit one program; see `StepCompiler`."""
-        program = self.ranks.all_succeed(lambda: capture(model, args, kwargs, device=self.mesh.device_type))
+        program = self.ranks.all_succeed(lambda: self._captured(model, args, kwargs))
         options = replace(self.options, parameter_layouts=parameter_layouts)
         text = self.ranks.first_decides(lambda: _pack(program, plan_or_follow(program, self.mesh, options, self.plan)))
         choice, plan, findings = _unpack(text)
         rules = RuleBook(Known(_by_call(program, findings)))
         assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan, rules))
         return CompiledStep(program, assignment, local, plan)
+
+    def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        return capture(model, args, kwargs, device=self.mesh.device_type, precision=self.options.precision)
 
     def _emit(
         self, program: Program, choice: tuple[int, ...], plan: Plan, rules: RuleBook
@@ -140,7 +143,8 @@ class StagedCompiler:
         request = self.request
 
         def captured() -> Program:
-            return capture(model, *part_to_capture(request, args, kwargs, like), device=self.mesh.device_type)
+            part = part_to_capture(request, args, kwargs, like)
+            return capture(model, *part, device=self.mesh.device_type, precision=self.options.precision)
 
         program = self.ranks.all_succeed(captured)
         text = self.ranks.first_decides(lambda: _packed(self._planned(program, like)))

@@ -33,6 +33,7 @@ class StagePlan:
     rank: int  # along the pipeline's axis
     starts: str
     plan: Plan  # on the mesh without the pipeline's axis, for one microbatch
+    parameters: tuple[str, ...] = ()
     forward_s: float = 0.0
     backward_input_s: float = 0.0
     backward_weight_s: float = 0.0
@@ -40,15 +41,10 @@ class StagePlan:
     activation_bytes: int = 0  # of one microbatch, from its forward to its backward
     sent_bytes: int = 0  # to later stages for one microbatch, by one rank
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the stage's parameters."""
-        return tuple(entry.key for entry in self.plan.entries if entry.kind == "parameter")
-
     def to_json(self) -> dict[str, Any]:
         """The stage as plain dicts and lists."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**plain, "plan": self.plan.to_json()}
+        return {**plain, "parameters": list(self.parameters), "plan": self.plan.to_json()}
 
 
 @dataclass(frozen=True)
@@ -401,7 +397,9 @@ def _plan_of(reader: PlanReader) -> Plan:
 
 def _unpriced(plan: Plan) -> Plan:
     """An edited plan: none of the numbers in its file are those of its decisions."""
-    stages = (StagePlan(item.number, item.rank, item.starts, _unpriced(item.plan)) for item in plan.stages)
+    stages = (
+        StagePlan(item.number, item.rank, item.starts, _unpriced(item.plan), item.parameters) for item in plan.stages
+    )
     return plan.repriced(
         entries=tuple(entry.priced(EntryCosts()) for entry in plan.entries),
         stages=tuple(stages), pipeline=plan.pipeline and replace(plan.pipeline, bubble=0.0),

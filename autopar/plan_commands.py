@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autopar.api import make_plan
+from autopar.arguments import PRECISIONS
 from autopar.commands import MODEL_HELP, optimizer_named, pins_of
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
@@ -71,6 +72,8 @@ def _add_model(parser: argparse.ArgumentParser, required: str = "") -> None:
     parser.add_argument("--model", required=bool(required), help=f"the plan's model: {MODEL_HELP}")
     parser.add_argument("--hardware", help="the plan's hardware profile, if it is a JSON file")
     parser.add_argument("--optimizer", help="a class of torch.optim whose state is counted (default: the plan's)")
+    parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
     parser.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
 
 
@@ -89,7 +92,8 @@ def _loaded(chosen: argparse.Namespace) -> Plan:
         example_inputs=source.require_inputs(),
         plan=plan,
         memory_limit_bytes=plan.memory_limit_bytes,
-        optimizer=optimizer_named(named),
+        optimizer=optimizer_named(named, sharded=chosen.shard_state),
+        precision=chosen.precision,
     )
 
 

@@ -266,7 +266,10 @@ class PlanReader:
         exact: dict[str, Any] = {name: value if name.endswith("_s") else int(value) for name, value in numbers.items()}
         if exact["number"] != number:
             raise PlanFormatError(f"stage {exact['number']} stands at place {number}", where="pipeline")
-        return {**exact, "starts": self.field(item, "starts", str)}, item.get("plan")
+        names = self.field(item, "parameters", list)
+        if not all(isinstance(name, str) for name in names):
+            raise PlanFormatError(f"'parameters' is {names!r}, expected a list of names", where=f"stage {number}")
+        return {**exact, "parameters": tuple(names), "starts": self.field(item, "starts", str)}, item.get("plan")
 
     def entry(self, section: str, text: str, key: str, value: Any, axes: int) -> PlanEntry:
         try:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.capture.precision import Precision
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
@@ -219,10 +220,16 @@ def input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return {input_gradient(name): item.grad for name, item in leaves if item.grad is not None}
 
 
-def eager_values(model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+def eager_values(
+    model: nn.Module,
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: Precision | None = None,
+) -> Values:
     """One step of a copy of the model as PyTorch runs it, differentiated where the program is."""
     args, kwargs = fresh_inputs(args, kwargs)
-    run = run_apart(model, args, kwargs)
+    run = run_apart(model, args, kwargs, precision)
     leaves = pytree.tree_leaves(run.result, is_leaf=lambda leaf: leaf is None)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     outputs = [output for output in program.outputs if output.kind in (OutputKind.LOSS, OutputKind.OUTPUT)]

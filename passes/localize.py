@@ -62,9 +62,10 @@ class Localizer:
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         value: torch.Tensor = node.meta["val"]
-        shape = self.build.geometry.chunk(value.shape, self.assignment.layout_of(node))[1]
+        layout = self.assignment.layout_of(node)
+        shape = self.build.geometry.chunk(value.shape, layout)[1]
         new = self.build.graph.placeholder(node.name)
-        new.meta.update(self.build.meta)
+        new.meta.update({**self.build.meta, "layout": layout})
         new.meta["val"] = self.build.fake_calls.empty(shape, value.dtype, torch.device(self.build.geometry.device))
         return new
 

@@ -60,13 +60,14 @@ ROOMS_BELOW: dict[str, set[str]] = {
         "search.stages",
         "schedules",
         "stages",
+        "optim",
     },
     "runtime": FOUNDATION
     | VIRTUAL
     | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"}
     | {"stages"},
     "nn": FOUNDATION,
-    "optim": {"torch_compat"},
+    "optim": FOUNDATION | {"sharding"},  # layouts alone
     "model_source": {"source"},
     "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},

@@ -103,6 +103,15 @@ class Observer(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        """What is made in here comes from that module, though none of its code runs."""
+        self._enter(module)
+        try:
+            yield
+        finally:
+            self._leave()
+
     def _enter(self, name: str, *_: object) -> None:
         self._modules.append(name)
 

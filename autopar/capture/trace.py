@@ -17,6 +17,7 @@ from autopar.capture.assemble import Interface, assemble
 from autopar.capture.attributes import no_fakes_left
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
+from autopar.capture.precision import Precision, kept_wide
 from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputKind, Program, ProgramOutput
 from autopar.capture.recorder import Recorder
 from autopar.capture.replacements.experts import traceable_experts
@@ -86,13 +87,21 @@ def _key_text(key: Any) -> str:
 
 
 @collector_paused()
-def capture(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: str = "cpu") -> Program:
+def capture(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: str = "cpu",
+    precision: Precision | None = None,
+) -> Program:
     """The joint graph of `model(*args, **kwargs)` and of its backward, in full shapes; nothing is computed.
 
+    Under a `precision` the casts are ops of the graph: parameters, inputs and gradients keep their dtypes at its edges.
     With gradients disabled (`torch.no_grad`), or nothing that requires them, the graph has no backward. The model, its
     tensors and the random state are left as they were. Raises a `CaptureError`.
     """
-    trace = _Trace(as_module(model), args, kwargs, device)
+    trace = _Trace(as_module(model), args, kwargs, device, precision)
     left_alone = torch.random.fork_rng(devices=[]), no_fakes_left(trace.model), traceable_experts(trace.model)
     with left_alone[0], left_alone[1], left_alone[2], _clean_errors():
         torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
@@ -130,13 +139,21 @@ def _clean_errors() -> Iterator[None]:
 class _Trace:
     """One run of the tracer: what the joint function notes down while it is traced, and the program made of it."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> None:
-        self.model, self.device = model, device
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: str,
+        precision: Precision | None,
+    ) -> None:
+        self.model, self.device, self.precision = model, device, precision
         self.parameters, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
         if not self.parameters:
             raise NoParametersError(
                 f"{type(model).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
             )
+        self.kept_wide = kept_wide(model)
         self.flat, self.input_spec = pytree.tree_flatten((args, kwargs))
         self.inputs = tensor_leaves(args, kwargs)
         kinds = (
@@ -194,19 +211,29 @@ class _Trace:
         wanted = dict(zip(names, [*fakes[: len(self.parameters)], *inputs], strict=True))
 
         def step(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-            leaves = self._note_outputs(self.model(*args, **kwargs))
+            result = self.model(*args, **kwargs)
+            leaves = self._note_outputs(self.precision.widened_result(result) if self.precision else result)
             values = leaves + self._reassigned_buffers(state)
             self.boundary = len(self.recorder.nodes)
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
 
-        held = {f"model.{name}": item for name, item in state.items()}
         watching = (
             self.observer.watching_modules(),
             traceable_batch_norms(self.model),
         )
         with watching[0], watching[1], self.observer:
+            held = {f"model.{name}": self._narrowed(name, item) for name, item in state.items()}
+            if self.precision is not None:
+                args, kwargs = self.precision.narrowed_call(args, kwargs)
             traced: list[torch.Tensor] = functional_call(_Step(self.model, step), held, args, kwargs)
             return traced
+
+    def _narrowed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter as the model computes with it; the cast belongs to the module that holds the parameter."""
+        if self.precision is None or name not in self.parameters or name in self.kept_wide:
+            return value
+        with self.observer.inside(name.rpartition(".")[0]):
+            return self.precision.narrowed(value)
 
     def _note_outputs(self, result: Any) -> list[torch.Tensor]:
         """Flatten the model's result; say which outputs are differentiated (see `differentiated`)."""

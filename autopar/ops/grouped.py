@@ -29,7 +29,10 @@ def filled(groups: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
 
 def product(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
     """[R, K] times [E, K, N] -> [R, N]."""
-    out = rows.new_zeros((rows.shape[0], matrices.shape[2]))
+    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    start, end = (groups[0][0], groups[-1][1]) if groups else (0, 0)
+    out[:start].zero_()
+    out[end:].zero_()
     for group, part in filled(groups):
         torch.mm(rows[part], matrices[group], out=out[part])
     return out
@@ -37,9 +40,9 @@ def product(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Te
 
 def outer_product(left: Tensor, right: Tensor, groups: list[tuple[int, int]]) -> Tensor:
     """[R, M] and [R, N] -> [E, M, N], summed over the rows of each group."""
-    out = left.new_zeros((len(groups), left.shape[1], right.shape[1]))
-    for group, part in filled(groups):
-        torch.mm(left[part].t(), right[part], out=out[group])
+    out = left.new_empty((len(groups), left.shape[1], right.shape[1]))
+    for group, (start, end) in enumerate(groups):
+        torch.mm(left[start:end].t(), right[start:end], out=out[group])  # of no rows: zeros
     return out
 
 

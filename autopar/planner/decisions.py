@@ -15,6 +15,7 @@ from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutpu
 from autopar.errors import UnsupportedRandomError
 from autopar.planner.kinds import Kinds, owner
 from autopar.planner.node_prices import StrategyPrices
+from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.sharding.assignment import is_getitem
 from autopar.sharding.discovery.book import RuleBook
@@ -57,15 +58,7 @@ class Decision:
     group: object = field(default=None)
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """What the planner knows of an optimizer: how many copies of each parameter its state holds."""
-
-    name: str
-    state_copies: float
-
-
-NO_OPTIMIZER = Optimizer("none", 0.0)
+NO_OPTIMIZER = Optimizer("none")
 
 
 class DecisionList:
@@ -80,6 +73,7 @@ class DecisionList:
         self._at: dict[str, Source] = {}  # fx node name -> where its value comes from
         self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
         self._placed: dict[tuple[InputKind, TensorSpec], tuple[tuple[Strategy, ...], npt.NDArray[np.int64]]] = {}
+        self._updates: dict[TensorSpec, tuple[npt.NDArray[np.int64], Seconds]] = {}
         self._left: dict[tuple[Layout, ...], tuple[Strategy, ...]] = {}
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
         self._calls = {node.name: call_of(node) for node in nodes if not is_getitem(node)}
@@ -111,8 +105,8 @@ class DecisionList:
         strategies, held = self._stored(kind, spec)
         seconds = np.zeros(len(strategies))
         if kind is InputKind.PARAMETER and name in self._trained:
-            seconds = self.prices.optimizer(held.astype(np.float64), self.optimizer.state_copies)
-            held = held + (held * self.optimizer.state_copies).astype(np.int64)
+            state, seconds = self._updated(spec)
+            held = held + state
         module, own = owner(name) if kind in (InputKind.PARAMETER, InputKind.BUFFER) else ("", name)
         index = self._append(
             Decision(
@@ -140,6 +134,15 @@ class DecisionList:
             held = np.array([local_bytes(spec, layout, self.mesh_shape) for layout in layouts], dtype=np.int64)
             self._placed[key] = tuple(_only_output(layout) for layout in layouts), held
         return self._placed[key]
+
+    def _updated(self, spec: TensorSpec) -> tuple[npt.NDArray[np.int64], Seconds]:
+        """Under each strategy of a parameter: the bytes of its optimizer's state, and the seconds of its step."""
+        if spec not in self._updates:
+            layouts = [strategy.outputs[0] for strategy in self._stored(InputKind.PARAMETER, spec)[0]]
+            state = [self.optimizer.bytes(spec, layout, self.mesh_shape) for layout in layouts]
+            seconds = [self.prices.optimizer(self.optimizer, spec, layout) for layout in layouts]
+            self._updates[spec] = np.array(state, dtype=np.int64), np.array(seconds)
+        return self._updates[spec]
 
     def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:
         axes = len(self.mesh_shape)

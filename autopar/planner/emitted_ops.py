@@ -6,16 +6,16 @@ stream of its mesh axis once what was issued before it is done; a wait holds the
 
 from __future__ import annotations
 
-import numpy as np
 from torch import fx
 
 from autopar.capture.program import InputKind, OutputKind
 from autopar.cost_models.simulator import TimedOp
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.pipeline import LocalProgram
-from autopar.planner.decisions import Optimizer
 from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes
+from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
+from autopar.sharding.op_call import spec_of
 
 COMPUTE = "compute"
 
@@ -66,10 +66,11 @@ class _Walk:
         """One op per parameter that is trained, on its shard."""
         trained = {item.name for item in self.local.program.outputs if item.kind is OutputKind.GRADIENT}
         names = {item.node: item.name for item in self.local.program.inputs if item.kind is InputKind.PARAMETER}
+        parameters = self.local.program.named_inputs(InputKind.PARAMETER).values()
+        full = {node.name: spec_of(node.meta["val"]) for node in parameters}
         for node in self.local.forward.graph.nodes:
             if node.op == "placeholder" and names.get(node.name) in trained:
-                held = np.array([node.meta["val"].nbytes], dtype=np.float64)
-                seconds = float(self.prices.optimizer(held, optimizer.state_copies)[0])
+                seconds = self.prices.optimizer(optimizer, full[node.name], node.meta["layout"])
                 self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
 
 

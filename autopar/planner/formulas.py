@@ -9,6 +9,7 @@ from autopar.cost_models.memory import SHARD, TRAINED_SHARD
 from autopar.plan_details import MoveCost
 from autopar.planner.decisions import Decision
 from autopar.planner.node_prices import StrategyPrices
+from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.sharding.strategies import local_bytes
 
@@ -16,8 +17,8 @@ from autopar.sharding.strategies import local_bytes
 class Formulas:
     """Of decisions on one mesh."""
 
-    def __init__(self, prices: Prices) -> None:
-        self.prices, self.strategies = prices, StrategyPrices(prices)
+    def __init__(self, prices: Prices, optimizer: Optimizer) -> None:
+        self.prices, self.optimizer, self.strategies = prices, optimizer, StrategyPrices(prices)
 
     def of(self, decision: Decision, pick: int) -> tuple[tuple[Priced, ...], tuple[Priced, ...]]:
         """(of its seconds, of its memory) under one strategy."""
@@ -25,9 +26,7 @@ class Formulas:
 
     def of_move(self, move: MoveCost) -> tuple[Priced, ...]:
         """Of a move into it."""
-        prices = self.prices.collective_prices(move.collective, move.bytes, move.axis)
-        if move.copied:
-            prices += self.prices.collective_prices("copy", move.copied, move.axis)
+        prices = self.prices.move_prices(move.collective, move.bytes, move.axis, move.copied)
         return tuple(price.at(0) for price in prices)
 
     def _seconds(self, decision: Decision, pick: int) -> tuple[Priced, ...]:
@@ -35,8 +34,9 @@ class Formulas:
             return self.strategies.terms(decision.call, decision.strategies[pick])
         if decision.kind != "parameter" or not decision.seconds[pick] > 0:
             return ()
-        shard = float(sum(bytes_ for _, bytes_ in self._shards(decision, pick)))
-        return (self.prices.optimizer_price(shard, _state_copies(decision, pick, shard)).at(0),)
+        spec, layout = decision.specs[0], decision.strategies[pick].outputs[0]
+        assert spec is not None
+        return tuple(price.at(0) for price in self.prices.optimizer_prices(self.optimizer, spec, layout))
 
     def _held(self, decision: Decision, pick: int) -> tuple[Priced, ...]:
         """Of its values on the largest rank; of a parameter that is trained, with what training adds."""

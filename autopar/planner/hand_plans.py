@@ -1,6 +1,7 @@
-"""The experts' plans by name: `ddp`, `zero2`, `fsdp`, `megatron`, as choices of the same problem.
+"""The experts' plans by name: `ddp`, `zero1`, `zero2`, `fsdp`, `megatron`, as choices of the same problem.
 
-ddp: parameters replicated, the batch cut over all axes. fsdp: parameters stored in shards and gathered for every
+ddp: parameters replicated, the batch cut over all axes. zero1: the same, with an optimizer whose state the replicas
+divide among them. fsdp: parameters stored in shards and gathered for every
 use, the batch cut over all axes (Zhao et al., VLDB 2023; ZeRO-3 of Rajbhandari et al., SC 2020). zero2: the same, but
 the copies that the forward gathers are kept for the backward. megatron: weights cut over the last axis (Shoeybi et
 al., 2019), the batch over the others; on that last axis the layout of each op is the best that the search finds.
@@ -21,11 +22,12 @@ from autopar.capture.program import BETWEEN_STAGES
 from autopar.errors import InfeasibleProblemError, NotDivisibleError, PlanError
 from autopar.planner.build import TIED, PlanningProblem
 from autopar.planner.decisions import Decision, Source
+from autopar.planner.reductions import is_cast
 from autopar.planner.saved_values import is_view
 from autopar.search import FORBIDDEN, Problem, evaluate, solve
 from autopar.sharding.layout import Layout, replicated, shard_dim
 
-HAND_PLANS = ("ddp", "zero2", "fsdp", "megatron")
+HAND_PLANS = ("ddp", "zero1", "zero2", "fsdp", "megatron")
 INPUTS = ("input", "tangent", "arriving")
 Choice = tuple[int, ...]
 Mask = npt.NDArray[np.bool_]  # of a decision's strategies
@@ -127,9 +129,10 @@ def find_layout(decision: Decision, layout: Layout) -> int:
 
 def _store_shards(planning: PlanningProblem, choice: list[int]) -> None:
     """Store every parameter in shards of its first dim that is long enough; its gradient likewise."""
-    axes = len(planning.mesh_shape)
+    axes, decisions = len(planning.mesh_shape), planning.decisions
     stored: dict[str, int] = {}
-    for index, decision in enumerate(planning.decisions):
+    into_casts = {reader: costs for _, reader, _, costs in planning.reads() if is_cast(decisions[reader])}
+    for index, decision in enumerate(decisions):
         if decision.kind == "parameter":
             layouts = [strategy.outputs[0] for strategy in decision.strategies]
             spec = decision.specs[0]
@@ -138,6 +141,27 @@ def _store_shards(planning: PlanningProblem, choice: list[int]) -> None:
             choice[index] = stored[decision.name] = layouts.index(wanted[0]) if wanted else choice[index]
         elif decision.kind == "gradient" and decision.name in stored:
             choice[index] = stored[decision.name]
+            layout, source = decision.strategies[choice[index]].outputs[0], decision.sources[0].decision
+            _cast_where_it_lies(decisions[source], choice, source, layout, into_casts)
+        elif decision.sources and decisions[decision.sources[0].decision].name in stored:
+            source = decision.sources[0].decision
+            layout = decisions[source].strategies[choice[source]].outputs[0]
+            _cast_where_it_lies(decision, choice, index, layout, into_casts)
+
+
+def _cast_where_it_lies(
+    decision: Decision, choice: list[int], index: int, layout: Layout, into_casts: Mapping[int, npt.NDArray[np.float64]]
+) -> None:
+    """If it is a cast, cast shards: of a parameter before it is gathered, of a gradient after it is reduced.
+
+    Where it may not be reduced before, it is cast as it comes.
+    """
+    ends = [(strategy.inputs[0], strategy.outputs[0]) for strategy in decision.strategies] if is_cast(decision) else []
+    if (layout, layout) not in ends:
+        return
+    pick, source = ends.index((layout, layout)), decision.sources[0].decision
+    if into_casts[index][choice[source], pick] < FORBIDDEN:
+        choice[index] = pick
 
 
 def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choice:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.capture.precision import Precision, Reduction
 from autopar.capture.program import Program
 from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
@@ -19,12 +20,14 @@ from autopar.plan import Plan
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.constraints import Constraint, apply_constraints, residency_pins
-from autopar.planner.decisions import NO_OPTIMIZER, DecisionList, Optimizer
+from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.joint import joint_problem
 from autopar.planner.measure import Measured, measured_program, ops_without_rule, plan_entries, predicted_step_s
+from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
+from autopar.planner.reductions import reduced_after_casts
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.shortfall import does_not_fit
 from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve, solve_again
@@ -55,6 +58,7 @@ class Options:
     memory_limit_bytes: int | None = None
     optimizer: Optimizer = NO_OPTIMIZER
     constraints: tuple[Constraint, ...] = ()
+    precision: Precision | None = None
     parameter_layouts: Mapping[str, Layout] | None = None  # fixed already: a plan for other shapes
     boundary_layouts: Mapping[str, Layout] = field(default_factory=dict)  # of what other pipeline stages send or expect
     time_limit_s: float = 30.0  # processor time of all searches; a fraction of it where no memory limit binds
@@ -73,6 +77,7 @@ class Options:
             "memory_limit_bytes": self.memory_limit_bytes,
             "optimizer": self.optimizer,
             "constraints": self.constraints,
+            "precision": self.precision,
         }
         return "\n".join(f"{name} {value}" for name, value in given.items())
 
@@ -184,6 +189,8 @@ class Planner:
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
+        if self.options.precision is not None and self.options.precision.reduction is Reduction.WIDE:
+            planning = reduced_after_casts(planning)
         self.planning = apply_constraints(
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
         )
@@ -231,6 +238,11 @@ class Planner:
 
     def _hand_plan(self, name: str) -> tuple[int, ...]:
         """A recipe's choice, whatever it needs: the problem's memory is an upper bound, the emitted program decides."""
+        if name == "zero1" and not self.options.optimizer.shards_replicas:
+            raise PlanError(
+                "'zero1' needs an optimizer that divides its state among the replicas of a parameter",
+                fix="optimizer=functools.partial(autopar.optim.ShardedState, optimizer=torch.optim.AdamW)",
+            )
         free = replace(self.planning, problem=without_limit(self.planning.problem))
         return hand_plan(free, name, time_limit_s=self.budget.share_s, seed=self.options.seed)
 
@@ -291,7 +303,8 @@ class Planner:
 
     def _search(self) -> None:
         """The hand plans that apply, then the search from the best of them, under a limit that is tightened."""
-        for name in HAND_PLANS:
+        same = "ddp" if self.options.optimizer.shards_replicas else "zero1"  # as the other of the two
+        for name in (name for name in HAND_PLANS if name != same):
             try:
                 choice = self._hand_plan(name)
             except (PlanError, InfeasibleProblemError):

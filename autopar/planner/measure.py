@@ -14,12 +14,13 @@ from autopar.passes.pipeline import LocalProgram, emit_ranks
 from autopar.plan_details import MoveCost, PlanDetails
 from autopar.plan_entries import OpWithoutRule, PlanEntry
 from autopar.planner.build import PlanningProblem
-from autopar.planner.decisions import Decision, Optimizer
+from autopar.planner.decisions import Decision
 from autopar.planner.emitted_ops import emitted_ops
 from autopar.planner.liveness import Timeline, predicted_timeline
 from autopar.planner.memory_details import memory_details
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.node_prices import origin_geometry, virtual_geometry
+from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import SavedValues, late_decisions, moment

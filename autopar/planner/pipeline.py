@@ -12,10 +12,18 @@ from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
 from autopar.planner.cuts import balanced_cuts, places
 from autopar.planner.decisions import result_key
-from autopar.planner.make import Options, Planned, plan_program
+from autopar.planner.make import MEMORY_FRACTION, Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
-from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis, without_axis
+from autopar.planner.pipeline_request import (
+    V_SHAPED,
+    PipelineRequest,
+    pipeline_axis,
+    rank_limits,
+    rank_speeds,
+    without_axis,
+)
 from autopar.planner.prices import Prices
+from autopar.schedules.actions import Placement, rank_of
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import Layout
 from autopar.stages.assign import anatomy
@@ -26,15 +34,10 @@ from autopar.stages.staged import Staged, stage_program
 FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
 
 
-def cut_evenly(program: Program, mesh: Mesh, stages: int, microbatches: int, rules: RuleBook) -> Staged:
-    """Microbatches, and stages of equal time by the planner's prices."""
-    return cut_at_equal_times(cut_microbatches(program, microbatches, rules.rules_of), mesh, stages)
-
-
-def cut_at_equal_times(pieces: Microbatches, mesh: Mesh, stages: int) -> Staged:
-    """Stages of equal time by the planner's prices."""
+def cut_at_equal_times(pieces: Microbatches, mesh: Mesh, speeds: Sequence[float]) -> Staged:
+    """Stages of equal time by the planner's prices, on devices of these speeds."""
     found = anatomy(pieces.pieces[0])
-    cuts = balanced_cuts(places(found, Prices(mesh)), stages, [1.0] * stages) if stages > 1 else ()
+    cuts = balanced_cuts(places(found, Prices(mesh)), len(speeds), speeds) if len(speeds) > 1 else ()
     return stage_program(pieces, cuts)
 
 
@@ -129,55 +132,69 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
             fix=f"use a multiple of {ranks} stages",
         )
     rules = options.rule_book(mesh)
-    staged = _staged(program, inner, stages, request, rules)
-    result = finished(mesh, axis, staged, plan_stages(staged, inner, options), rules, options, request)
+    placement: Placement = "v" if request.schedule in V_SHAPED else "loop"
+    by_rank = rank_speeds(mesh, axis)
+    speeds = [by_rank[rank_of(stage, ranks, placement)] for stage in range(stages)]
+    staged = _staged(program, inner, speeds, request, rules)
+    limits = rank_limits(mesh, axis, options.memory_limit_bytes, MEMORY_FRACTION)
+    own = [limits[rank_of(stage, ranks, placement)] for stage in range(stages)]
+    result = finished(mesh, axis, staged, plan_stages(staged, inner, options, own), rules, options, request)
     for _ in range(FITTING_ROUNDS):
-        if result.plan.peak_bytes <= options.limit(mesh):
-            break
-        limits = _tighter(result, options.limit(mesh))
-        result = finished(mesh, axis, staged, plan_stages(staged, inner, options, limits), rules, options, request)
-    if result.plan.peak_bytes > options.limit(mesh):
+        if _fits(result, limits):
+            return result
+        own = _tighter(result, limits)
+        result = finished(mesh, axis, staged, plan_stages(staged, inner, options, own), rules, options, request)
+    if not _fits(result, limits):
         raise MemoryLimitError(
             f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "
-            f"{options.limit(mesh)} are allowed",
+            f"{min(limits)} are allowed",
             fix="use more microbatches, more stages, or 1f1b, which holds the fewest",
         )
     return result
 
 
-def _tighter(result: PlannedPipeline, limit_bytes: int) -> list[int]:
-    """What each stage may hold for one microbatch, so that its rank keeps to the limit with all that are in flight."""
+def _used(result: PlannedPipeline) -> list[int]:
+    """Bytes of each pipeline rank."""
     used = [0] * len(result.schedule.ranks)
     for stage, peak in zip(result.plan.stages, result.stage_peaks, strict=True):
         used[stage.rank] += peak
-    return [
-        max(1, int(stage.plan.peak_bytes * limit_bytes / used[stage.rank]))
-        if used[stage.rank] > limit_bytes
-        else stage.plan.peak_bytes + (limit_bytes - used[stage.rank]) // result.schedule.virtual_stages
-        for stage in result.plan.stages
-    ]
+    return used
 
 
-def _staged(program: Program, mesh: Mesh, stages: int, request: PipelineRequest, rules: RuleBook) -> Staged:
+def _fits(result: PlannedPipeline, limits: Sequence[int]) -> bool:
+    return all(used <= limit for used, limit in zip(_used(result), limits, strict=True))
+
+
+def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[int]:
+    """What each stage may hold for one microbatch, so that its rank keeps to its limit with all that are in flight."""
+    used, chunks, own = _used(result), result.schedule.virtual_stages, []
+    for stage in result.plan.stages:
+        over = used[stage.rank] - limits[stage.rank]
+        share = limits[stage.rank] / used[stage.rank]
+        own.append(int(stage.plan.peak_bytes * share) if over > 0 else stage.plan.peak_bytes - over // chunks)
+    return [max(1, limit) for limit in own]
+
+
+def _staged(program: Program, mesh: Mesh, speeds: Sequence[float], request: PipelineRequest, rules: RuleBook) -> Staged:
     """With the microbatches asked for, or as many as two per stage where the program can be cut so.
 
-    For an asynchronous schedule `program` is that of one microbatch.
+    For an asynchronous schedule `program` is that of one microbatch. `speeds`: of the stages' devices.
     """
+    stages = len(speeds)
     if request.is_asynchronous:
-        pieces = independent_microbatches(program, request.microbatches or stages)
-        staged = cut_at_equal_times(pieces, mesh, stages)
+        staged = cut_at_equal_times(independent_microbatches(program, request.microbatches or stages), mesh, speeds)
         _refuse_shared(staged, request)
         return staged
     if request.microbatches is not None:
-        return cut_evenly(program, mesh, stages, request.microbatches, rules)
+        return cut_at_equal_times(cut_microbatches(program, request.microbatches, rules.rules_of), mesh, speeds)
     size = batch_size(program)
     wanted = [count for count in range(min(size, 2 * stages), 1, -1) if size % count == 0]
     for count in wanted:
         try:
-            return cut_evenly(program, mesh, stages, count, rules)
+            return cut_at_equal_times(cut_microbatches(program, count, rules.rules_of), mesh, speeds)
         except MicrobatchError:
             break
-    return cut_evenly(program, mesh, stages, 1, rules)
+    return cut_at_equal_times(cut_microbatches(program, 1, rules.rules_of), mesh, speeds)
 
 
 def _refuse_input_gradients(program: Program) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.capture.program import InputKind, Program
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_entries import Pipeline
 from autopar.planner.make import Options, Planned, program_hash
-from autopar.planner.pipeline_request import PipelineRequest, without_axis
+from autopar.planner.pipeline_request import PipelineRequest, rank_speeds, without_axis
 from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
@@ -51,7 +52,8 @@ def finished(
     link = axis_links(mesh.profile, mesh.shape)[axis]
     costs = [stage_costs(item, inner, send_seconds(link, sent_bytes(item.local))) for item in planned]
     schedule = make_schedule(staged, ranks, costs, options.limit(mesh), request)
-    simulation = simulate_schedule(schedule, dict(enumerate(item.times for item in costs)))
+    times = dict(enumerate(item.times for item in costs))
+    simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
     in_flight = [_in_flight(schedule, stage) for stage in range(len(planned))]
     peaks = [cost.peak_bytes(count) for cost, count in zip(costs, in_flight, strict=True)]
     plan = Plan(
@@ -94,6 +96,7 @@ def _stage_plans(
             rank=schedule.rank_of(stage),
             starts=starts[stage],
             plan=item.plan,
+            parameters=parameter_names(staged.stages[stage].program),
             forward_s=costs[stage].times.forward_s,
             backward_input_s=costs[stage].times.backward_input_s,
             backward_weight_s=costs[stage].times.backward_weight_s,
@@ -103,6 +106,11 @@ def _stage_plans(
         )
         for stage, item in enumerate(planned)
     )
+
+
+def parameter_names(program: Program) -> tuple[str, ...]:
+    """The parameters of a program."""
+    return tuple(item.name for item in program.inputs if item.kind is InputKind.PARAMETER)
 
 
 def _starts(staged: Staged) -> list[fx.Node]:

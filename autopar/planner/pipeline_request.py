@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
@@ -50,4 +50,23 @@ def without_axis(mesh: Mesh, axis: int) -> Mesh:
     """The mesh of one stage: all axes but the pipeline's; one axis of one rank if there is no other."""
     shape = mesh.shape[:axis] + mesh.shape[axis + 1 :]
     names = mesh.axis_names[:axis] + mesh.axis_names[axis + 1 :]
-    return Mesh(shape or (1,), names or ("one",), hardware=mesh.profile, device_type=mesh.device_type)
+    alike = replace(mesh.profile, rank_speeds=(), rank_memory_bytes=())  # how ranks differ is the pipeline's to see
+    return Mesh(shape or (1,), names or ("one",), hardware=alike, device_type=mesh.device_type)
+
+
+def rank_speeds(mesh: Mesh, axis: int) -> tuple[float, ...]:
+    """The speed of each pipeline rank: that of the slowest device of its stages."""
+    return tuple(min(mesh.profile.speed(rank) for rank in ranks) for ranks in _lines(mesh, axis))
+
+
+def rank_limits(mesh: Mesh, axis: int, limit_bytes: int | None, fraction: float) -> tuple[int, ...]:
+    """What each pipeline rank may hold: what the caller allows, or a fraction of its smallest device."""
+    if limit_bytes is not None:
+        return (limit_bytes,) * mesh.shape[axis]
+    return tuple(int(min(mesh.profile.memory_bytes(rank) for rank in ranks) * fraction) for ranks in _lines(mesh, axis))
+
+
+def _lines(mesh: Mesh, axis: int) -> list[list[int]]:
+    """Per pipeline rank, the ranks of its stages."""
+    places = [mesh.coordinates(rank)[axis] for rank in range(mesh.size)]
+    return [[rank for rank, place in enumerate(places) if place == at] for at in range(mesh.shape[axis])]

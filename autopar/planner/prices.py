@@ -27,8 +27,10 @@ from autopar.cost_models.hardware import AxisLinks, Device, axis_links
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
 from autopar.ops.dispatch import expected_copies
+from autopar.planner.optimizer_state import Optimizer
 from autopar.sharding.layout import REPLICATE, Layout, local_shape
 from autopar.sharding.op_call import OpCall, TensorSpec
+from autopar.sharding.reshard import reshard_steps
 from autopar.sharding.rule import Dispatch
 from autopar.sharding.strategies import Strategy, local_bytes
 from autopar.sharding.windows import Halo, halo_rows
@@ -212,14 +214,25 @@ class Prices:
         others = tuple(1 if index == axis else ranks for index, ranks in enumerate(self.mesh.shape))
         return bytes_ * local_bytes(spec, strategy.outputs[0], others) / max(1, spec.nbytes)
 
-    def optimizer(self, parameter_bytes: Seconds, state_copies: float) -> Seconds:
-        """Seconds of the optimizer step on a shard, with `state_copies` times the parameter's bytes of state."""
-        return np.asarray(self.optimizer_price(parameter_bytes, state_copies).value, dtype=np.float64)
+    def optimizer(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> float:
+        """Seconds of the optimizer's step for a parameter: on the part that a rank updates, and to gather the parts."""
+        return float(total(self.optimizer_prices(optimizer, spec, layout)))
 
-    def optimizer_price(self, parameter_bytes: Any, state_copies: float) -> Priced:
-        """What `optimizer` gives the value of."""
-        price = optimizer_step_price(self.device, parameter_bytes, parameter_bytes, state_copies * parameter_bytes)
-        return replace(price, label="optimizer step")
+    def optimizer_prices(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> list[Priced]:
+        """What `optimizer` adds up."""
+        cut = optimizer.layout(spec, layout, self.mesh.shape)
+        own = float(local_bytes(spec, cut, self.mesh.shape))
+        state = float(optimizer.bytes(spec, layout, self.mesh.shape))
+        steps = reshard_steps(spec, cut, layout, self.mesh.shape, self.collective) if cut != layout else ()
+        found = [replace(optimizer_step_price(self.device, own, own, state), label="optimizer step")]
+        for step in steps:
+            found += self.move_prices(step.collective or "slice", step.bytes, step.axis, step.copied_bytes)
+        return found
+
+    def move_prices(self, kind: str, bytes_: float, axis: int, copied: float) -> list[Priced]:
+        """Of one step of a move and of what it copies on the way."""
+        own = self.collective_prices(kind, bytes_, axis)
+        return own + self.collective_prices("copy", copied, axis) if copied else own
 
 
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:

@@ -61,7 +61,7 @@ class Session:
     formulas: Formulas = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "formulas", Formulas(self.planner.prices))
+        object.__setattr__(self, "formulas", Formulas(self.planner.prices, self.planner.options.optimizer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or sent plan is without its model."""

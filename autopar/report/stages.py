@@ -52,7 +52,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _cells(stage: StagePlan) -> tuple[str, ...]:
-    held = sum(entry.bytes for entry in stage.plan.entries if entry.kind == "parameter")
+    held = stage.plan.memory.get("parameter", 0)
     return (
         str(stage.number),
         str(stage.rank),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from autopar.capture.precision import Precision
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -34,23 +36,31 @@ class RunApart:
     buffers: dict[str, Tensor]
 
 
-def run_apart(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunApart:
+def run_apart(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision | None = None
+) -> RunApart:
     """`model(*args, **kwargs)` on copies of its tensors; the model, its gradients and attributes stay as they are."""
     try:
         twin = twin_of(model)
     except Exception:  # whatever an object that the model holds raises when it is to be copied
-        return _run_on_copies(model, args, kwargs)
+        return _run_on_copies(model, args, kwargs, precision)
     twin.zero_grad()
-    result = twin(*args, **kwargs)
+    own = dict(twin.named_parameters())
+    result = twin(*args, **kwargs) if precision is None else precision.run(twin, args, kwargs, own)
     return RunApart(result, dict(twin.named_parameters()), dict(twin.named_buffers()))
 
 
-def _run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunApart:
+def _run_on_copies(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision | None
+) -> RunApart:
     names = [name for name, _ in model.named_parameters()]
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {name: item.detach().clone().requires_grad_(item.requires_grad) for name, item in own.items()}
     with _attributes_kept(model):
-        result = functional_call(model, state, args, kwargs)  # writes buffers that are assigned back into `state`
+        if precision is not None:
+            result = precision.run(model, args, kwargs, state)
+        else:
+            result = functional_call(model, state, args, kwargs)  # writes buffers that are assigned back into `state`
     parameters = {name: state.pop(name) for name in names}
     return RunApart(result, parameters, state)
 

@@ -53,6 +53,8 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
         own = [outcome for outcome in outcomes if outcome.architecture in names_of(family)]
         if own:
             yield from _section(family, own)
+        else:
+            yield from (f"## {TITLES[family][0]}", "", f"None of the {len(names_of(family))} models was run.", "")
 
 
 def _section(family: str, outcomes: Sequence[Outcome]) -> Iterator[str]:

@@ -219,7 +219,7 @@ def test_a_memory_limit_that_a_hand_plan_meets_is_met() -> None:
         ({"hardware": 3}, HardwareProfileError, "int"),
         ({"optimizer": "adam"}, UnsupportedOptionError, "'adam'"),
         ({"optimizer": lambda parameters: 3}, UnsupportedOptionError, "factory"),
-        ({"precision": "bf16"}, UnsupportedOptionError, "precision"),
+        ({"precision": "fp7"}, UnsupportedOptionError, "precision"),
         ({"stages": 3}, MeshError, "3 stages"),
         ({"stages": 0}, UnsupportedOptionError, "from 1 on"),
         ({"schedule": "1f1b"}, UnsupportedOptionError, "schedule"),

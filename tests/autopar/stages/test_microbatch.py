@@ -73,7 +73,7 @@ def check(made: Any, microbatches: int) -> Microbatches:
     return pieces
 
 
-@pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("microbatches", [3])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_microbatches_together_give_the_result_of_the_batch(name: str, microbatches: int) -> None:
     pieces = check(MODELS[name](), microbatches)

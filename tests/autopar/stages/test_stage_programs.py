@@ -73,7 +73,7 @@ def check(made: Any, stages: int) -> StagedProgram:
     return staged
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [3])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "resnet", "bert"])
 def test_stages_compute_what_the_program_computes(name: str, stages: int) -> None:
     staged = check(MODELS[name](), stages)

@@ -64,6 +64,6 @@ def test_random_ops_draw_what_the_single_device_draws() -> None:
 
 def test_without_a_named_axis_the_stages_say_which_axis_is_the_pipelines() -> None:
     model, inputs = MODELS["mlp"]()
-    plan = autopar.make_plan(model, (2, 4), example_inputs=inputs, stages=4, microbatches=2, search="ddp")
+    plan = autopar.make_plan(model, (4, 2), example_inputs=inputs, stages=2, microbatches=2, search="ddp")
     assert plan.pipeline is not None and plan.pipeline.axis == 1
-    assert all(stage.plan.mesh_shape == (2,) for stage in plan.stages)
+    assert all(stage.plan.mesh_shape == (4,) for stage in plan.stages)

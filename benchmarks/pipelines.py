@@ -1,0 +1,107 @@
+"""Every promised model through every schedule: how far loss and gradients are from the single device.
+
+    python -m benchmarks.pipelines [--models gpt2,llama] [--write-docs]
+
+All ranks run in this process. Each line of the table is one model; its figure is the worst relative error over stages,
+schedules and microbatches. Refusals are counted, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.zoo.plain import make_plain
+from tests.autopar.models import MODELS
+
+PAGE = Path(__file__).parents[1] / "docs/pipelines.md"
+MICROBATCHES = (1, 2, 4, 8)
+MESHES = {
+    "2 stages": autopar.Mesh((2,), ("pp",), hardware="cpu"),
+    "4 stages": autopar.Mesh((4,), ("pp",), hardware="cpu"),
+    "2 stages x data 2": autopar.Mesh((2, 2), ("pp", "dp"), hardware="cpu"),
+    "2 stages x tensor 2": autopar.Mesh((2, 2), ("pp", "tp"), hardware="cpu"),
+}
+SEARCHES = {"2 stages x tensor 2": "megatron"}
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v")
+TWICE = ("interleaved", "zb-v")  # two stages on a rank
+
+
+@dataclass
+class Line:
+    """What became of one model."""
+
+    name: str
+    verified: int = 0
+    worst: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def text(self) -> str:
+        refusals = "; ".join(f"{count} x {why}" for why, count in self.refused.items()) or "none"
+        return f"| {self.name} | {self.verified} | {len(self.wrong)} | {self.worst:.1e} | {refusals} |"
+
+
+def cases() -> Iterator[tuple[str, str, int]]:
+    """(mesh, schedule, microbatches): all of them on two stages, one schedule in turn on the others."""
+    for count in MICROBATCHES:
+        yield from (("2 stages", schedule, count) for schedule in SCHEDULES)
+    for mesh in MESHES:
+        for number, count in enumerate(MICROBATCHES):
+            if mesh != "2 stages":
+                yield mesh, SCHEDULES[number % 3], count
+
+
+def run(name: str, make: Callable[[], Any]) -> Line:
+    line = Line(name)
+    for mesh, schedule, count in cases():
+        model, inputs = make()
+        ranks = MESHES[mesh].shape[0]
+        stages = 2 * ranks if schedule in TWICE else ranks
+        search = SEARCHES.get(mesh, "ddp")
+        try:
+            report = autopar.verify(
+                model, MESHES[mesh], example_inputs=inputs, search=search, stages=stages, schedule=schedule,
+                microbatches=count,
+            )  # fmt: skip
+        except AutoparError as error:
+            why = re.sub(r"[0-9.]+", "n", f"{type(error).__name__}: {error.what}")[:90]
+            line.refused[why] = line.refused.get(why, 0) + 1
+            continue
+        line.verified += 1
+        line.worst = max(line.worst, report.worst_relative_error)
+        if not report.ok:
+            line.wrong.append(f"{mesh} {schedule} {count}: {report}")
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="gpt2,llama,t5,vit,resnet,unet")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/pipelines.md")
+    chosen = parser.parse_args()
+    lines = ["| model | verified | wrong | worst relative error | refused |", "| --- | --- | --- | --- | --- |"]
+    started = time.monotonic()
+    for name in chosen.models.split(","):
+        line = run(name, MODELS.get(name, lambda name=name: make_plain(name)))
+        lines.append(line.text())
+        print(line.text(), f"{time.monotonic() - started:.0f} s", *line.wrong, sep="\n", flush=True)
+    if chosen.write_docs:
+        said = f"{platform.machine()}, one process, {datetime.now(UTC):%Y-%m-%d}."
+        text = PAGE.read_text()
+        begin, end = "<!-- pipeline parity: begin -->", "<!-- pipeline parity: end -->"
+        head, rest = text.split(begin)
+        PAGE.write_text(f"{head}{begin}\n" + "\n".join([said, "", *lines]) + f"\n{end}{rest.split(end)[1]}")
+
+
+if __name__ == "__main__":
+    main()
