@@ -3,8 +3,8 @@
     python benchmarks/planning.py [--case CASE ...] [--write-docs]
 
 CPU seconds of one process, one torch thread. `others`: the least cost that any other strategy finds on the problem,
-over that of `ilp`; `hand`: the fastest hand plan's time as foreseen, over the plan's. The peer's figures are of a public
-planner of the same kind on one core of this class, as the project's issue states them: they are not measured here.
+over that of `ilp`; `hand`: the fastest hand plan as foreseen, over the plan. The peer is a public planner of the same
+kind on one core of this class, in CPU seconds as the project's issue states them: not measured here.
 """
 
 from __future__ import annotations
