@@ -61,7 +61,10 @@ def unpack_rows(packed: Tensor, dtypes: Sequence[torch.dtype], widths: Sequence[
     sizes = [dtype.itemsize * width for dtype, width in zip(dtypes, widths, strict=True)]
     bounds = pairwise(accumulate(sizes, initial=0))
     columns = [packed[:, start:end].clone(memory_format=torch.contiguous_format) for start, end in bounds]
-    return [column.view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+    return [
+        column.view(dtype) if column.numel() else column.new_empty((len(column), width), dtype=dtype)
+        for column, dtype, width in zip(columns, dtypes, widths, strict=True)
+    ]
 
 
 @op("sum_by_token(Tensor rows, Tensor token, Tensor sent, Tensor like) -> Tensor")

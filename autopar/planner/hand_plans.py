@@ -25,7 +25,7 @@ from autopar.planner.decisions import Decision, Source
 from autopar.planner.reductions import is_cast
 from autopar.planner.saved_values import is_view
 from autopar.search import FORBIDDEN, Problem, evaluate, solve
-from autopar.sharding.layout import Layout, replicated, shard_dim
+from autopar.sharding.layout import REPLICATE, Layout, is_partial, replicated, shard_dim
 
 HAND_PLANS = ("ddp", "zero1", "zero2", "fsdp", "megatron")
 INPUTS = ("input", "tangent", "arriving")
@@ -96,6 +96,9 @@ class _Follower:
             return self._allowed(index, own) if decision.name.startswith(BETWEEN_STAGES) else own
         if decision.kind == "op" and all(self._is_whole(source) for source in decision.sources):
             return 0  # what does not depend on the batch is computed on every rank: the replicated strategy comes first
+        summed = self._cast_of_sum(index, decision)
+        if summed is not None:
+            return summed
         moves = np.zeros(len(decision.strategies))
         for first, edge in self.incoming[index]:
             moves += self.planning.problem.edge_costs[edge][self.choice[first]]
@@ -107,6 +110,19 @@ class _Follower:
         """The pick, or what the other pipeline stage has it pinned to."""
         costs = self.planning.problem.costs[index]
         return pick if costs[pick] < FORBIDDEN else int(np.argmin(costs))
+
+    def _cast_of_sum(self, index: int, decision: Decision) -> int | None:
+        """The strategy by which the backward's cast of a partial sum follows an all-reduce, where that is allowed."""
+        if decision.phase != "backward" or not is_cast(decision):
+            return None
+        source = decision.sources[0]
+        made = self.planning.decisions[source.decision].strategies[self.choice[source.decision]].outputs[source.output]
+        total = tuple(REPLICATE if is_partial(placement) else placement for placement in made)
+        ends = [(strategy.inputs[0], strategy.outputs[0]) for strategy in decision.strategies]
+        if total == made or (total, total) not in ends:
+            return None
+        pick, (first, edge) = ends.index((total, total)), self.incoming[index][0]
+        return pick if self.planning.problem.edge_costs[edge][self.choice[first], pick] < FORBIDDEN else None
 
     def _is_whole(self, source: Source) -> bool:
         strategy = self.planning.decisions[source.decision].strategies[self.choice[source.decision]]
@@ -232,14 +248,14 @@ class _Usable:
         decision = self.planning.decisions[reader]
         choices = zip(decision.strategies, self.allowed[reader], strict=True)
         fitting = (item for item, allowed in choices if allowed and item.inputs[argument][-1] == placement)
-        return any(not is_view(decision) or self.takes(reader, item.outputs[0][-1]) for item in fitting)
+        return any(not _passes_on(decision) or self.takes(reader, item.outputs[0][-1]) for item in fitting)
 
 
 def _never_gathered(planning: PlanningProblem, problem: Problem) -> Problem:
-    """Forbid moving a weight over the last axis: an op that reads it (or a view of it) takes it as it is cut."""
+    """Forbid moving a weight over the last axis: an op that reads it, or a view or cast, takes it as it is cut."""
     weights: set[int] = set()
     for index, decision in enumerate(planning.decisions):
-        if _is_matrix(decision) or (is_view(decision) and decision.sources[0].decision in weights):
+        if _is_matrix(decision) or (_passes_on(decision) and decision.sources[0].decision in weights):
             weights.add(index)
     costs = list(problem.edge_costs)
     known: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
@@ -258,6 +274,11 @@ def _kept(weight: Decision, reader: Decision, argument: int, costs: npt.NDArray[
     read = [strategy.inputs[argument][-1] for strategy in reader.strategies]
     same = np.array([[left == right for right in read] for left in stored])
     return np.where(same, costs, float(FORBIDDEN))
+
+
+def _passes_on(decision: Decision) -> bool:
+    """Whether it gives its input, in another shape or dtype: a weight stays one."""
+    return is_view(decision) or is_cast(decision)
 
 
 def _is_matrix(decision: Decision) -> bool:

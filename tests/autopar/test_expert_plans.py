@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,13 @@ def mixtral() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def test_experts_of_a_model_of_transformers_go_parallel_too(mesh: tuple[int, ...], layout: str) -> None:
     model, inputs = mixtral()
     report = autopar.verify(model, mesh, example_inputs=inputs, constraints={EXPERTS: layout})
+    assert report.ok, report.table
+
+
+def test_an_expert_parallel_layer_may_be_a_stage_of_a_pipeline() -> None:
+    model, inputs = mixtral()
+    options: dict[str, Any] = {"stages": 2, "microbatches": 1, "schedule": "1f1b", "constraints": {EXPERTS: "A"}}
+    report = autopar.verify(model, (2, 2), example_inputs=inputs, **options)
     assert report.ok, report.table
 
 

@@ -92,6 +92,27 @@ def test_weights_are_cast_before_they_are_gathered_and_gradients_reduced_before_
     assert reduced_bytes("bf16") > 0
 
 
+def test_data_parallelism_sums_every_gradient_once_and_narrow() -> None:
+    def moved(precision: str | None) -> int:
+        plan = autopar.make_plan(Model(), (2,), example_inputs=batch(), search="ddp", precision=precision)
+        moves = [move for entry in plan.entries for move in entry.moves]
+        assert {move.collective for move in moves} <= {"all_reduce", "slice"}
+        return sum(move.bytes for move in moves if move.bytes > 4)  # without the loss
+
+    assert 2 * moved("bf16") == moved(None) == moved("bf16-wide")
+
+
+def test_a_tensor_parallel_plan_does_not_gather_the_weights_that_it_casts() -> None:
+    def gathered(precision: str | None) -> int:
+        plan = autopar.make_plan(Model(), (2, 2), example_inputs=batch(), search="megatron", precision=precision)
+        moves = [
+            move for entry in plan.entries if "weight" in entry.key or "_to_copy" in entry.key for move in entry.moves
+        ]
+        return sum(move.bytes for move in moves if move.collective == "all_gather")
+
+    assert gathered(None) == gathered("bf16") == 0
+
+
 def test_gradients_are_summed_wide_where_the_policy_says_so() -> None:
     assert reduced_bytes("bf16-wide") == reduced_bytes(None) == 2 * reduced_bytes("bf16")
     report = autopar.verify(Model(), (2,), example_inputs=batch(), precision="bf16-wide")

@@ -125,7 +125,7 @@ class Worker:
         values = [self._bound(variant, stage, node, item) for node in variant.forward_names]
         results = self.lanes.run(variant.forward, _by_lane(values, len(variant.lanes)))
         del values
-        count = len(variant.early_outputs)
+        count = len(variant.early_outputs) + len(variant.lanes[0].expert_counts)
         leaving: dict[str, Value] = {}
         for index, output in enumerate(variant.early_outputs):
             value = [lane[index] for lane in results]

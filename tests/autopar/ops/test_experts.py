@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 import autopar.ops  # noqa: F401  (registers the ops)
 from autopar.ops.pointwise_program import NotPointwiseError, gradient_text, parse, text_of
+from autopar.sharding.execution import call_in, run_sharded, trace_op
+from autopar.sharding.registry import rules_of
 from autopar.sharding.rules.experts import ALL_TO_ALL, INSIDE, OWN_EXPERTS
+from autopar.sharding.strategies import strategies_of
 from tests.autopar.sharding.rules.test_custom import assert_every_rule_holds
 
 ops = torch.ops.autopar
@@ -128,6 +131,23 @@ def test_experts_may_be_cut_as_their_rules_say(biased: bool) -> None:
     forms = assert_every_rule_holds((ops.experts.default, args))
     forms &= assert_every_rule_holds(backward_of(args, wanted))
     assert {OWN_EXPERTS, ALL_TO_ALL, INSIDE} <= forms
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_where_tokens_travel_other_axes_may_leave_ranks_without_choices_or_outputs(direction: str) -> None:
+    args = layer(biased=False)
+    case = ops.experts.default, args
+    if direction == "backward":
+        case = backward_of(args, [True, True, True, False, True, False])
+    gm = trace_op(*case, {})
+    call, tensors = call_in(gm), [item for item in case[1] if isinstance(item, Tensor)]
+    whole = case[0](*case[1])
+    found = [strategy for strategy in strategies_of(call, rules_of(call), (4, 2)) if strategy.axes_with(ALL_TO_ALL)]
+    assert len({strategy.rules[0] for strategy in found}) >= 6
+    for strategy in found:
+        actual = run_sharded(gm, strategy, (4, 2), tensors)
+        expected = whole if isinstance(whole, tuple) else (whole,)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_that_nobody_wants_are_empty_under_every_rule() -> None:
