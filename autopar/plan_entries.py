@@ -179,8 +179,10 @@ class PlanReader:
         return {kind: int(self.number(found, kind)) for kind in found}
 
     def without_rule(self) -> tuple[OpWithoutRule, ...]:
-        """The ops without a written rule."""
-        found = []
+        """The ops without a written rule; a file may leave them out."""
+        found: list[OpWithoutRule] = []
+        if "without_rule" not in self.data:
+            return ()
         for item in self.field(self.data, "without_rule", list):
             if not isinstance(item, dict):
                 raise PlanFormatError(f"'without_rule' holds {item!r}, expected dicts")

@@ -16,7 +16,7 @@ from autopar.planner.residency import Residency
 from autopar.planner.saved_values import SavedValues, late_decisions
 from autopar.report.figures import bytes_text, seconds_text
 from autopar.sharding.layout import Layout, format_layout
-from autopar.sharding.strategies import Strategy
+from autopar.sharding.strategies import Strategy, local_bytes
 
 
 def residency_of(decisions: Sequence[Decision], plan: Plan) -> Residency:
@@ -67,10 +67,28 @@ def resolve(
         if decision.kind == "parameter":
             by_name[decision.name] = pick
         choice.append(pick)
+        _check_parameter(decision, decision.strategies[pick], entries.get(decision.key), planning.mesh_shape)
     unknown = entries.keys() - {decision.key for decision in planning.decisions}
     if unknown:
         raise PlanError(f"the plan decides {sorted(unknown)[0]}, which this program does not have", fix="plan again")
     return tuple(choice)
+
+
+def _check_parameter(
+    decision: Decision, strategy: Strategy, entry: PlanEntry | None, mesh_shape: Sequence[int]
+) -> None:
+    """Raise PlanError for a parameter of another size: the plan is of another model, whatever its inputs.
+
+    An edited plan has no sizes; it is priced and checked like one made by hand.
+    """
+    if decision.kind != "parameter" or entry is None or not entry.bytes or decision.specs[0] is None:
+        return
+    held = local_bytes(decision.specs[0], strategy.outputs[0], mesh_shape)
+    if entry.bytes != held:
+        raise PlanError(
+            f"{decision.key} holds {held} bytes on a rank, in the plan {entry.bytes}",
+            fix="plan again: the plan is of another model",
+        )
 
 
 def _has_the_same_ops(planning: PlanningProblem, plan: Plan) -> bool:

@@ -249,19 +249,25 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(
     assert type(error) is expected and said in str(error)
 
 
-def test_a_plan_of_another_model_mesh_or_batch_is_refused() -> None:
+def test_a_plan_of_another_model_or_mesh_is_refused() -> None:
     made = plan(search="ddp")
     for model, mesh, inputs in (
         (nn.Linear(4, 5), (2,), batch()),
         (nn.Linear(4, 4), (4,), batch()),
         (nn.Linear(4, 4), (2, 1), batch()),
-        (nn.Linear(4, 4), (2,), batch(16)),
         (nn.Sequential(nn.Linear(4, 4)), (2,), batch()),
     ):
         untouched = copy.deepcopy(model).state_dict()
         error = error_of(lambda model=model, mesh=mesh, inputs=inputs: plan(model, mesh, inputs, plan=made))
         assert type(error) is PlanError and "plan again" in error.fix
         assert all(torch.equal(value, untouched[name]) for name, value in model.state_dict().items())
+
+
+def test_a_plan_of_another_batch_is_followed_at_prices_of_its_own() -> None:
+    made = plan(search="ddp")
+    report = autopar.verify(nn.Linear(4, 4), (2,), example_inputs=batch(16), plan=made)
+    assert report.ok and report.plan is not None and report.plan.peak_bytes > made.peak_bytes
+    assert any("other shapes of inputs" in note for note in report.plan.notes)
 
 
 def test_a_plan_that_breaks_a_constraint_is_refused() -> None:

@@ -64,7 +64,7 @@ def compile_differently(folder: str) -> dict[str, tuple[str, str]]:
         "shapes": compiled(example_inputs=batch(8 if first else 4)),
         "now or later": compiled(example_inputs=batch() if first else None),
         "one broken plan": compiled(plan=broken),
-        "one bad option": compiled(precision=None if first else "bf16"),
+        "one bad option": compiled(precision=None if first else "int3"),
         "one bad input": compiled(example_inputs=batch() if first else 3),
         "models": outcome(lambda: autopar.compile(model if first else nn.ReLU(), mesh, example_inputs=batch())),
         "one untraceable": outcome(

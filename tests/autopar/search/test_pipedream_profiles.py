@@ -26,7 +26,8 @@ def test_the_known_partition_or_a_shorter_one_is_found(
     assert whole.step_s == pytest.approx(data_parallel_s, rel=1e-9)  # the same model of a stage
     found, even = solve_cut(problem), best_even_cut(problem)
     assert even is not None
-    assert found.cost.step_s <= min(theirs_s * (1 + 1e-6), best_with_replicas(problem, published), even[1].step_s)
+    others_s = min(best_with_replicas(problem, published), even[1].step_s)
+    assert found.cost.step_s <= min(theirs_s * (1 + 1e-6), others_s * (1 + 1e-12))  # published digits; rounding
     assert found.bound_s == pytest.approx(found.cost.step_s, rel=1e-6)  # proven
     if machines == 4 and model == "vgg16":
         assert [problem.options[option].devices for option in found.cut.options] == [3, 1]
