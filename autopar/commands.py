@@ -16,7 +16,7 @@ from autopar.api import make_plan, verify
 from autopar.arguments import PRECISIONS
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
-from autopar.model_source import load_model, parse_mesh_shape
+from autopar.model_source import ModelSource, load_model, parse_mesh_shape
 from autopar.report.memory import memory_text
 
 MODEL_HELP = "package.module:factory; the factory returns (model, example_inputs)"
@@ -55,14 +55,26 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--search", default="ilp", help="ilp, ddp, zero1, zero2, fsdp, megatron, or another strategy (default ilp)"
     )
     parser.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
-    parser.add_argument("--optimizer", help="a class of torch.optim or autopar.optim whose state is counted")
-    parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
-    parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
+    add_training(parser)
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
     parser.add_argument("--stages", type=int, help="pipeline stages, along the first mesh axis of that length")
     parser.add_argument("--schedule", help="of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or auto")
     parser.add_argument("--microbatches", type=int, help="parts in which the batch goes through the stages")
+
+
+def add_training(parser: argparse.ArgumentParser, *, optimizer_default: str = "") -> None:
+    """How the model is made and trained."""
+    optimizer = f"a class of torch.optim or autopar.optim whose state is counted{optimizer_default}"
+    parser.add_argument("--optimizer", help=optimizer)
+    parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
     parser.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
+
+
+def load_chosen(chosen: argparse.Namespace) -> ModelSource:
+    """The model that was named, made where it was asked for."""
+    with torch.device("meta") if chosen.meta else nullcontext():
+        return load_model(chosen.model)
 
 
 def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -101,8 +113,7 @@ def optimizer_named(name: str | None, *, sharded: bool = False) -> Any:
 
 def run_plan(chosen: argparse.Namespace) -> int:
     """Print a plan; save it if asked to."""
-    with torch.device("meta") if chosen.meta else nullcontext():
-        source = load_model(chosen.model)
+    source = load_chosen(chosen)
     mesh = Mesh(chosen.mesh, hardware=chosen.hardware)
     plan = make_plan(source.model, mesh, example_inputs=source.require_inputs(), **_keywords(chosen))
     if chosen.frontier:

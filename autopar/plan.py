@@ -150,6 +150,7 @@ class Plan:
         `rank_speeds`: of stragglers, in rank order; 0.5 computes half as fast, ranks not listed at full speed.
         Raises PlanError for a plan that was loaded: give it to make_plan with `plan=`, which emits it.
         """
+        self._refuse_stages("the simulation of a step")
         if self.step_ops is None:
             raise PlanError("this plan was loaded, not emitted", fix="give it to make_plan or compile with plan=")
         return self.step_ops.simulate(rank_speeds)
@@ -167,6 +168,7 @@ class Plan:
         save_frontier(self.frontier, path)
 
     def _searched(self) -> Problem:
+        self._refuse_stages("the search problem")
         if self.problem is None:
             raise PlanError("this plan was loaded, not searched: it has no problem", fix="ask a plan of make_plan")
         return self.problem
@@ -193,16 +195,14 @@ class Plan:
         """
         from autopar.report.explain import explanations_text
 
-        if self.pipeline is not None:
-            stages = [stage for stage in self.stages if stage.plan.explanations(pattern)]
-            told = [f"stage {stage.number}, one microbatch:\n{stage.plan.explain(pattern)}" for stage in stages]
-            return "\n".join(told) or explanations_text(self, pattern, ())
         return explanations_text(self, pattern, self.explanations(pattern))
 
     def explanations(self, pattern: str) -> tuple[Explanation, ...]:
         """What `explain` tells, as values; repeated layers that decide alike are one; of a pipeline, stage by stage."""
         if self.pipeline is not None:
-            return tuple(item for stage in self.stages for item in stage.plan.explanations(pattern))
+            return tuple(
+                replace(item, stage=stage.number) for stage in self.stages for item in stage.plan.explanations(pattern)
+            )
         matched = self.matching(pattern)
         folded = fold_keys({entry.key: (entry.signature(), entry.costs.prices) for entry in matched})
         if self.planning is not None:
@@ -234,17 +234,20 @@ class Plan:
         return self if self.step_ops is not None else self._asked("emitted").emitted(self)
 
     def _asked(self, question: str) -> Planning:
-        if self.pipeline is not None:
-            raise PlanError(
-                f"{question} is of one program, and this plan has stages",
-                fix="ask the plan of a stage, plan.stages[0].plan, or make_plan with other arguments",
-            )
+        self._refuse_stages(question)
         if self.planning is None:
             raise PlanError(
                 f"{question} needs the model, and this plan was loaded or received without it",
                 fix="ask the plan that make_plan(model, mesh, example_inputs=..., plan=...) gives",
             )
         return self.planning
+
+    def _refuse_stages(self, question: str) -> None:
+        if self.pipeline is not None:
+            raise PlanError(
+                f"{question} is of one program, and this plan has stages",
+                fix="ask the plan of a stage, plan.stages[0].plan, or make_plan with other arguments",
+            )
 
     def plot(self, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
         """A picture of `memory` over time, the `frontier`, the `communication` or the `step`; needs matplotlib.

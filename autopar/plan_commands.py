@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.api import make_plan
-from autopar.arguments import PRECISIONS
-from autopar.commands import MODEL_HELP, optimizer_named, pins_of
+from autopar.commands import MODEL_HELP, add_training, load_chosen, optimizer_named, pins_of
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.model_source import load_model, parse_mesh_shape
+from autopar.model_source import parse_mesh_shape
 from autopar.plan import Plan
+from autopar.report.explain import explanations_text
 from autopar.report.memory import memory_text
 from autopar.report.page import report_page
 
@@ -30,7 +27,7 @@ def add_commands(subparsers: Any) -> None:
         epilog="example: autopar what-if plan.json --model my_models:gpt --pin '*.wte.weight=R,S0' -o other.json",
     )
     what_if.add_argument("plan")
-    _add_model(what_if, required="yes")
+    _add_model(what_if, required=True)
     what_if.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
     what_if.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
     what_if.add_argument("--on", metavar="HARDWARE", help="another hardware profile, or a JSON file")
@@ -68,13 +65,10 @@ def _add_explain(subparsers: Any) -> None:
     explain.set_defaults(run=run_explain)
 
 
-def _add_model(parser: argparse.ArgumentParser, required: str = "") -> None:
-    parser.add_argument("--model", required=bool(required), help=f"the plan's model: {MODEL_HELP}")
+def _add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument("--model", required=required, help=f"the plan's model: {MODEL_HELP}")
     parser.add_argument("--hardware", help="the plan's hardware profile, if it is a JSON file")
-    parser.add_argument("--optimizer", help="a class of torch.optim whose state is counted (default: the plan's)")
-    parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
-    parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
-    parser.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
+    add_training(parser, optimizer_default=" (default: the plan's)")
 
 
 def _loaded(chosen: argparse.Namespace) -> Plan:
@@ -82,8 +76,7 @@ def _loaded(chosen: argparse.Namespace) -> Plan:
     plan = Plan.load(chosen.plan)
     if not chosen.model:
         return plan
-    with torch.device("meta") if chosen.meta else nullcontext():
-        source = load_model(chosen.model)
+    source = load_chosen(chosen)
     mesh = Mesh(plan.mesh_shape, plan.axis_names, hardware=chosen.hardware or plan.hardware)
     named = chosen.optimizer or (None if plan.optimizer == "none" else plan.optimizer)
     return make_plan(
@@ -101,10 +94,11 @@ def run_explain(chosen: argparse.Namespace) -> int:
     """Print what a plan decided for a name; exit code 1 if nothing matches."""
     plan = _loaded(chosen)
     found = plan.explanations(chosen.pattern)
+    text = explanations_text(plan, chosen.pattern, found)
     if chosen.json:
-        print(json.dumps({"text": plan.explain(chosen.pattern), "decisions": [item.to_json() for item in found]}))
+        print(json.dumps({"text": text, "decisions": [item.to_json() for item in found]}))
     else:
-        print(plan.explain(chosen.pattern))
+        print(text)
         if chosen.memory:
             print(memory_text(plan))
     return 0 if found else 1
@@ -138,7 +132,7 @@ def run_diff(chosen: argparse.Namespace) -> int:
 def run_report(chosen: argparse.Namespace) -> int:
     """Write the page."""
     plan = _loaded(chosen)
-    if chosen.model:
+    if chosen.model and plan.pipeline is None:
         _ = plan.frontier
     page = report_page(plan)
     try:

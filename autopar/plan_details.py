@@ -86,6 +86,19 @@ class MemoryTimeline:
         """Bytes of all kinds."""
         return tuple(map(sum, zip(*self.bytes_by_kind.values(), strict=True)))
 
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """Bytes of each kind at the peak."""
+        at = self.index.index(self.peak_index)
+        return {kind: values[at] for kind, values in self.bytes_by_kind.items()}
+
+    @property
+    def peak_text(self) -> str:
+        """`in the backward, while mlp/mm#0 runs (op 12 of 40, model.py:7 in forward: ...)`."""
+        phase = "backward" if self.peak_index >= self.backward_start else "forward"
+        where = f", {self.peak_where}" if self.peak_where else ""
+        return f"in the {phase}, while {self.peak_op} runs (op {self.peak_index} of {self.ops}{where})"
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists."""
         return {
@@ -138,7 +151,7 @@ def _timeline(data: dict[str, Any]) -> MemoryTimeline:
     ops = int(holder.number("ops"))
     backward_start, peak_index = int(holder.number("backward_start")), int(peak.number("index"))
     lengths = {len(values) for values in by_kind.values()}
-    if lengths != {len(index)} or not _ascends((-1, *index, ops)) or backward_start > ops or peak_index >= ops:
+    if lengths != {len(index)} or not _ascends((-1, *index, ops)) or backward_start > ops or peak_index not in index:
         raise PlanFormatError("the timeline's lists do not fit together", where=holder.where, fix=_FIX)
     return MemoryTimeline(
         ops, backward_start, index, by_kind, peak_index, peak.text("op"),

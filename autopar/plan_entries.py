@@ -54,8 +54,7 @@ class PlanEntry:
 
     def priced(self, costs: EntryCosts) -> PlanEntry:
         """The same decision at other costs."""
-        given = {"seconds": costs.seconds, "bytes": costs.bytes, "moves": costs.moves, "where": costs.where}
-        return replace(self, **given)  # type: ignore[arg-type]
+        return replace(self, seconds=costs.seconds, bytes=costs.bytes, moves=costs.moves, where=costs.where)
 
     @property
     def words(self) -> str:

@@ -52,10 +52,14 @@ class Explanation:
     unsolved: tuple[str, ...] = ()  # allowed layouts that were not solved for
     answers: tuple[str, ...] = ()  # why it is as it is, in plain words
     missing: str = ""  # what would be needed to say more
+    stage: int | None = None  # of a pipeline
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists."""
-        fields = ("name", "members", "formulas", "move_formulas", "memory_formulas", "unsolved", "answers", "missing")
+        fields = (
+            "name", "members", "stage", "formulas", "move_formulas", "memory_formulas", "unsolved", "answers",
+            "missing",
+        )  # fmt: skip
         plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
         plain["decision"] = {"kind": self.entry.kind, "layouts": self.entry.words, "residency": self.entry.residency}
         plain["costs"] = self.entry.costs.to_json()

@@ -31,6 +31,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "LazyGraphModule",
     "after_backward",
+    "apply_function",
     "autograd_sequence_number",
     "below_torch_functions",
     "broadcast_shapes",
@@ -50,15 +51,24 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`TorchDispatchMode` with types: what a subclass's `__torch_dispatch__` returns is the result of each op."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        initialize: Callable[[], None] = super().__init__
+        initialize()
 
     def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        initialize: Callable[[], None] = super().__init_subclass__
+        initialize()
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """`torch.broadcast_shapes`, with types."""
-    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
+    return torch.Size(broadcast(*shapes))
+
+
+def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Any:
+    """`function.apply(*arguments)`, with types."""
+    apply: Callable[..., Any] = function.apply
+    return apply(*arguments)
 
 
 def autograd_sequence_number() -> int:
@@ -79,6 +89,12 @@ def below_torch_functions() -> AbstractContextManager[object]:
     return guard
 
 
+def _full_name(op: torch._ops.OpOverload) -> str:
+    """`aten::add.Tensor`: what the dispatcher calls an op."""
+    name: Callable[[], str] = op.name
+    return name()
+
+
 @lru_cache(maxsize=4096)
 def is_implicit_composite(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether autograd runs other ops in the place of `op` on such a device.
@@ -87,8 +103,8 @@ def is_implicit_composite(op: torch._ops.OpOverload, device_type: str) -> bool:
     """
     if not op._can_decompose():
         return False
-    backend = torch._C._dispatch_key_for_device(device_type)
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), backend)  # type: ignore[no-untyped-call]
+    is_registered: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not is_registered(_full_name(op), torch._C._dispatch_key_for_device(device_type))
 
 
 @contextmanager
@@ -147,5 +163,5 @@ def registrations(op: torch._ops.OpOverload) -> str:
 
 def has_kernel(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether an op can run on such a device."""
-    key = torch._C._dispatch_key_for_device(device_type)
-    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key))  # type: ignore[no-untyped-call]
+    is_computed: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return is_computed(_full_name(op), torch._C._dispatch_key_for_device(device_type))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,7 +19,9 @@ from autopar.capture.precision import Precision
 from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
+from autopar.report.figures import rendered
 from autopar.runtime.pipeline.module import PipelineModule
+from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.twins import run_apart
 from autopar.runtime.virtual_run import program_values
@@ -80,9 +80,7 @@ class Report:
         for item in sorted(self.comparisons, key=lambda item: -item.relative_error / item.tolerance):
             verdict = "ok" if item.ok else "WRONG"
             table.add_row(item.name, item.kind, f"{item.relative_error:.2e}", f"{item.tolerance:.0e}", verdict)
-        console = Console(file=io.StringIO(), width=118, color_system=None)
-        console.print(table)
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+        return rendered(table)
 
     def __str__(self) -> str:
         verdict = "verified" if self.ok else "NOT EQUAL"
@@ -255,19 +253,11 @@ def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch
     """One step of the captured program in full, on one device: what random models are compared with."""
     values = program_values(model, program, inputs, seed, varied_tangents(program))
     with torch.no_grad():
-        results = _Strided(program.graph_module).run(*(values[item.node] for item in program.inputs))
+        results = Strided(program.graph_module).run(*(values[item.node] for item in program.inputs))
     found: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "gradients": {}, "buffers": {}}
     for output, value in zip(program.outputs, results, strict=True):
         found[_FIELDS.get(output.kind, "outputs")][output.name] = value
     return Values(**found, computed_in=computed_in(program))
-
-
-class _Strided(torch.fx.Interpreter):
-    """Runs a program on tensors whose strides may differ from those of its fake ones: views then copy."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        aten = torch.ops.aten
-        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:

@@ -20,9 +20,7 @@ import torch
 from autopar.sharding.op_call import OpCall
 from benchmarks.ops_table import can_stand_in_a_joint_graph
 from tests.autopar.sharding.discovery_proof import finding_of, wrong_claims
-from tests.autopar.sharding.rules.recording import Sample, op_db_samples
-
-UNDEFINED_VALUES = (".empty", ".new_empty", ".empty_like", ".resize")
+from tests.autopar.sharding.rules.recording import Sample, has_defined_values, op_db_samples
 
 
 def chosen(samples: dict[OpCall, Sample]) -> list[Sample]:
@@ -43,7 +41,7 @@ def main() -> None:
     wrong: list[str] = []
     times, runs, with_rules = [], 0, 0
     for name in names:
-        if any(part in name for part in UNDEFINED_VALUES):
+        if not has_defined_values(name):
             continue
         for sample in chosen(samples[name]):
             started = time.process_time()

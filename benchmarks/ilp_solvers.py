@@ -26,10 +26,9 @@ from autopar.search.exact import MarginalSearch
 from autopar.search.mathopt import LinearModel, cost_unit, to_proto
 from autopar.search.presolve import presolve
 from autopar.search.progress import number
-from benchmarks.iopddl import machine
+from benchmarks.iopddl import DOCS, instance_path
+from benchmarks.tables import line, stamp, write_table
 
-DOCS = Path(__file__).parent.parent / "docs" / "search.md"
-BEGIN, END = "<!-- ilp solvers: begin -->", "<!-- ilp solvers: end -->"
 HEADER = ("| | solver | status | cost | bound | s |", "| --- | --- | --- | ---: | ---: | ---: |")
 SOLVERS = {
     "HiGHS": mathopt.SolverType.HIGHS,
@@ -74,15 +73,7 @@ def measure(case: Case, solver: str, kind: mathopt.SolverType, model: LinearMode
     cost, bound = (value * unit + case.offset for value in (bounds.primal_bound, bounds.dual_bound))
     status = result.termination.reason.name.lower().replace("_", " ")
     shown = (number(round(value) + 0.0 if math.isfinite(value) else value) for value in (cost, bound))
-    return f"| {case.name} | {solver} | {status} | {' | '.join(shown)} | {spent:.1f} |"
-
-
-def write_docs(rows: Sequence[str]) -> None:
-    """Replace the table between the marks in docs/search.md."""
-    before, rest = DOCS.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    stamp = f"{machine()}, {dt.date.today()}."
-    DOCS.write_text(f"{before}{BEGIN}\n" + "\n".join((*HEADER, *rows)) + f"\n\n{stamp}\n{END}{after}")
+    return line((case.name, solver, status, *shown, f"{spent:.1f}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,14 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     rows = []
     for name in args.instances.split(","):
-        case = make_case(args.folder / f"asplos-2025-iopddl-{name}.json.gz", name, 2 * args.time_limit)
+        case = make_case(instance_path(args.folder, name), name, 2 * args.time_limit)
         runs = [(solver, kind, case.integer) for solver, kind in SOLVERS.items()]
         runs += [(solver, kind, case.linear) for solver, kind in LP_SOLVERS.items()]
         for solver, kind, model in runs:
             rows.append(measure(case, solver, kind, model, args.time_limit))
             print(rows[-1], flush=True)
     if args.write_docs:
-        write_docs(rows)
+        measured = f"At most {args.time_limit:g} s each. {', '.join(stamp().values())}."
+        write_table(DOCS, "ilp solvers", [*HEADER, *rows, "", measured])
     return 0
 
 

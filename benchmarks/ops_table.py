@@ -21,7 +21,14 @@ from autopar.sharding.registry import BUILT_IN, has_rule, rules_of
 from benchmarks.dtensor_runs import MOST_RUNS, TheirRuns, placements_to_try, their_runs
 from tests.autopar.sharding.rules.model_calls import MODEL_CALLS
 from tests.autopar.sharding.rules.proving import wrong_strategies
-from tests.autopar.sharding.rules.recording import Sample, elementwise_samples, merged, op_db_samples, recorded_call
+from tests.autopar.sharding.rules.recording import (
+    Sample,
+    elementwise_samples,
+    has_defined_values,
+    merged,
+    op_db_samples,
+    recorded_call,
+)
 
 MESHES = ((2,), (3,))
 OUTSIDE_JOINT_GRAPHS = ("aten._foreach_", "aten._fused_adam", "aten._amp_", "aten.is_", "aten._local_scalar_dense")
@@ -129,7 +136,7 @@ def all_samples() -> dict[str, dict[OpCall, Sample]]:
 def row(name: str, samples: dict[OpCall, Sample], theirs: set[str]) -> Row:
     """The facts about one overload; its rules run on the sample that has the most of them."""
     known = [call for call in samples if has_rule(call)]
-    is_defined = ".empty" not in name and ".new_empty" not in name  # else there are no values to compare
+    is_defined = has_defined_values(name)
     best = samples[max(known or samples, key=lambda call: len(rules_of(call)))] if samples else None
     their = their_row(best) if best is not None and is_defined else TheirRuns()
     if not known or best is None:

@@ -11,8 +11,7 @@ scaled by a random factor, and every single cost by a smaller one. `limit`: the 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import json
+import itertools
 import math
 import sys
 import time
@@ -25,12 +24,9 @@ import numpy as np
 
 from autopar.errors import InfeasibleProblemError
 from autopar.search import FORBIDDEN, Problem, evaluate, peak_usage, solve
-from autopar.search.progress import number
-from benchmarks.iopddl import INSTANCES, ROOT, machine
+from benchmarks.iopddl import DOCS, INSTANCES, instance_path
+from benchmarks.tables import RESULTS, Record, append, latest, line, outcome, stamp, write_table
 
-DOCS = ROOT / "docs" / "search.md"
-RESULTS = ROOT / "benchmarks" / "results" / "perturbed.jsonl"
-BEGIN, END = "<!-- perturbed: begin -->", "<!-- perturbed: end -->"
 HEADER = (
     "| | kind, seed | nodes | cost | proven bound | gap | s (limit) | machine, date |",
     "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
@@ -83,46 +79,37 @@ KINDS: dict[str, Callable[[Problem, np.random.Generator], Problem]] = {
 }
 
 
-def measure(problem: Problem, name: str, kind: str, seed: int, limit: float) -> dict[str, Any]:
+def measure(problem: Problem, name: str, kind: str, seed: int, limit: float) -> Record:
     """Solve one perturbed instance; `inf` for one that is proven infeasible."""
     changed = KINDS[kind](problem, np.random.default_rng(seed))
     started = time.perf_counter()
-    record = {"instance": name, "kind": kind, "seed": seed, "limit_s": limit, "nodes": len(changed.costs)}
+    record: Record = {"instance": name, "kind": kind, "seed": seed, "limit_s": limit, "nodes": len(changed.costs)}
     try:
         solution = solve(changed, time_limit_s=limit)
         cost = evaluate(changed, solution.choice)
         record |= {"cost": cost, "bound": min(solution.bound, cost)}
     except InfeasibleProblemError:
         record |= {"cost": math.inf, "bound": math.inf}
-    seconds = round(time.perf_counter() - started, 1)
-    return record | {"wall_s": seconds, "machine": machine(), "date": str(dt.date.today())}
+    return record | {"wall_s": round(time.perf_counter() - started, 1)} | stamp()
 
 
-def row(record: dict[str, Any]) -> str:
+def row(record: Record) -> str:
     """A record as a line of the table."""
-    cost, bound = record["cost"], record["bound"]
-    gap = f"{100 * (cost - bound) / cost:.2f} %" if math.isfinite(cost) else "-"
     cells = (
         record["instance"],
         f"{record['kind']}, {record['seed']}",
         str(record["nodes"]),
-        "infeasible" if bound == math.inf else number(cost),
-        number(bound),
-        gap,
+        *outcome(record["cost"], record["bound"]),
         f"{record['wall_s']:.0f} ({record['limit_s']:.0f})",
         f"{record['machine']}, {record['date']}",
     )
-    return "| " + " | ".join(cells) + " |"
+    return line(cells)
 
 
-def write_docs(results: Path) -> None:
-    """Render the latest record of every perturbed instance between the marks in docs/search.md."""
-    records = [json.loads(line) for line in results.read_text().splitlines()]
-    latest = {(record["instance"], record["kind"], record["seed"]): record for record in records}
-    before, rest = DOCS.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    table = "\n".join((*HEADER, *(row(latest[key]) for key in sorted(latest))))
-    DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+def table(results: Path = RESULTS / "perturbed.jsonl") -> list[str]:
+    """The latest record of every perturbed instance."""
+    records = latest(results, lambda record: (record["instance"], record["kind"], record["seed"]))
+    return [*HEADER, *map(row, records)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,20 +120,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="names with commas between them")
     parser.add_argument("--seeds", default="1", help="numbers with commas between them")
     parser.add_argument("--time-scale", type=float, default=0.5, help="multiplies the contest's time limits")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where records are appended, one JSON a line")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS / "perturbed.jsonl", help="where records are appended, one JSON a line"
+    )
     parser.add_argument("--write-docs", action="store_true", help="render the records into docs/search.md")
     args = parser.parse_args(arguments)
     for name in args.instances.split(",") if args.folder else ():
-        problem = Problem.load(args.folder / f"asplos-2025-iopddl-{name}.json.gz")
+        problem = Problem.load(instance_path(args.folder, name))
         limit = INSTANCES[name].time_limit_s * args.time_scale
-        for kind in args.kinds.split(","):
-            for seed in map(int, args.seeds.split(",")):
-                record = measure(problem, name, kind, seed, limit)
-                print("\n".join((*HEADER, row(record))), flush=True)
-                with args.results.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+        for kind, seed in itertools.product(args.kinds.split(","), map(int, args.seeds.split(","))):
+            record = measure(problem, name, kind, seed, limit)
+            print("\n".join((*HEADER, row(record))), flush=True)
+            append(record, args.results)
     if args.write_docs:
-        write_docs(args.results)
+        write_table(DOCS, "perturbed", table(args.results))
     return 0
 
 

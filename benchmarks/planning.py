@@ -75,7 +75,9 @@ def make(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
             return model.train(), {"pixel_values": torch.zeros(256, 3, 224, 224), "labels": torch.zeros(256).long()}
         if name == "unet":
             return UNet().train(), {"images": torch.zeros(64, 3, 256, 256)}
-        return _language(transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)), 64, 1024)
+        if name == "gpt2":
+            return _language(transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)), 64, 1024)
+    raise ValueError(f"no model {name!r}")
 
 
 def _language(model: torch.nn.Module, sequences: int, length: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

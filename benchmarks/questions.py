@@ -57,7 +57,7 @@ def measure(case: str) -> dict[str, Any]:
     from benchmarks.planning import CASES, make
 
     torch.set_num_threads(1)
-    name, shape, _ = CASES[case]
+    name, shape, *_ = CASES[case]
     model, inputs = make(name)
     program, mesh = capture(model, (), inputs), Mesh(shape, hardware="h100")
     options = Options(memory_limit_bytes=10**13)

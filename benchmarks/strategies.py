@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true")
     write_docs = parser.parse_args().write_docs
     torch.set_num_threads(1)
-    model, inputs = make("llama")
+    model, inputs = make("llama-8b")
     graph = capture(model, (), inputs).graph_module.graph
     nodes = [node for node in graph.nodes if node.op == "call_function" and not is_getitem(node)]
     distinct = len(set(map(call_of, nodes)))

@@ -1,8 +1,8 @@
-"""A copy of a graph, for a pass to change."""
+"""A copy of a graph, or of a part of it, for a pass to change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -32,3 +32,26 @@ def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node])
         copy.kwargs = map_arg(node.kwargs, copies.__getitem__)
     copy.meta = dict(node.meta)
     return copy
+
+
+def graph_of(inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], outputs: Iterable[fx.Node | None]) -> fx.Graph:
+    """A graph with placeholders for `inputs`, copies of `nodes`, and a flat tuple of `outputs`."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta.update(node.meta)
+    for node in nodes:
+        copies[node] = copy_node(graph, node, copies)
+    graph.output(tuple(None if node is None else copies[node] for node in outputs))
+    return graph
+
+
+def with_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found

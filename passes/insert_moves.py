@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.capture.program import results_of
 from autopar.passes.copy_graph import copy_graph
 from autopar.passes.moves import move
 from autopar.passes.storages import view_base, view_root
@@ -57,7 +58,7 @@ class _Inserter:
         """Give the graph every result in the layout in which it leaves; a result moves as soon as it exists."""
         wanted = iter(self.assignment.outputs)
         elements = []
-        for value in output.args[0]:  # type: ignore[union-attr]
+        for value in results_of(output.graph):
             layout = next(wanted)
             if layout is not None and isinstance(value, fx.Node):
                 value = self._carry(value, layout, value, before=_after(value))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from autopar.capture.program import InputKind, OutputKind, Program, results_of
 from autopar.passes.boxed import boxed
-from autopar.passes.copy_graph import copy_node
+from autopar.passes.copy_graph import graph_of, with_ancestors
 from autopar.passes.observed import observed
 from autopar.passes.storages import view_base, view_root
 
@@ -32,11 +32,11 @@ def split_phases(gm: fx.GraphModule, program: Program) -> tuple[fx.GraphModule, 
     tangents = [node for node in gm.graph.nodes if node.op == "placeholder" and node in backward]
     saved, replayed = _saved(gm.graph, backward, gradients) if gradients else ([], [])
     early = [node for node in gm.graph.nodes if node.op != "output" and node not in backward]
-    forward_graph = _graph_of([], early, [*results, *observed(early), *saved])
+    forward_graph = graph_of([], early, [*results, *observed(early), *saved])
     if not gradients:
         return boxed(gm, forward_graph), None
     late = [node for node in gm.graph.nodes if node in backward and node not in tangents]
-    backward_graph = _graph_of([*saved, *tangents], [*replayed, *late], gradients)
+    backward_graph = graph_of([*saved, *tangents], [*replayed, *late], gradients)
     return boxed(gm, forward_graph), boxed(gm, backward_graph)
 
 
@@ -45,7 +45,7 @@ def backward_nodes(graph: fx.Graph, program: Program) -> set[fx.Node]:
     pairs = zip(results_of(graph), program.outputs, strict=True)
     results = [node for node, output in pairs if output.kind is not OutputKind.GRADIENT]
     tangents = {item.node for item in program.inputs if item.kind is InputKind.TANGENT}
-    needed = _with_ancestors(node for node in results if node is not None)
+    needed = with_ancestors(node for node in results if node is not None)
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -56,16 +56,6 @@ def backward_nodes(graph: fx.Graph, program: Program) -> set[fx.Node]:
             late = node.op == "call_function" and node.meta.get("phase") == "backward" and node not in needed
         if late:
             found.add(node)
-    return found
-
-
-def _with_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
     return found
 
 
@@ -93,15 +83,3 @@ def _saved(
             node = base
     order = [node for node in graph.nodes if node in saved or node in replayed]
     return [node for node in order if node in saved], [node for node in order if node in replayed]
-
-
-def _graph_of(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> fx.Graph:
-    """A graph with placeholders for `inputs`, copies of `nodes`, and a flat tuple of `outputs`."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta.update(node.meta)
-    for node in nodes:
-        copies[node] = copy_node(graph, node, copies)
-    graph.output(tuple(None if node is None else copies[node] for node in outputs))
-    return graph

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.capture.program import OutputKind, Program, results_of
 from autopar.passes.boxed import boxed
-from autopar.passes.copy_graph import copy_node
+from autopar.passes.copy_graph import graph_of
 
 SEVERAL = 2
 
@@ -43,8 +43,8 @@ def split_weights(gm: fx.GraphModule, program: Program) -> SplitBackward:
     others = [outputs[index] for index in range(len(outputs)) if index not in urgent]
     kept = _read(late, others, set(late))
     first = [node for node in nodes if node in early and node.op != "placeholder"]
-    of_inputs = _graph(inputs, first, [*(outputs[index] for index in urgent), *kept])
-    of_weights = _graph(kept, late, others)
+    of_inputs = graph_of(inputs, first, [*(outputs[index] for index in urgent), *kept])
+    of_weights = graph_of(kept, late, others)
     names = tuple(node.name for node in kept)
     return SplitBackward(boxed(gm, of_inputs), boxed(gm, of_weights), urgent, names)
 
@@ -71,14 +71,3 @@ def _read(nodes: Iterable[fx.Node], results: Iterable[fx.Node | None], inside: s
     found = {source for node in nodes for source in node.all_input_nodes if source not in inside}
     found |= {node for node in results if node is not None and node not in inside}
     return sorted(found)
-
-
-def _graph(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> fx.Graph:
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta.update(node.meta)
-    for node in nodes:
-        copies[node] = copy_node(graph, node, copies)
-    graph.output(tuple(None if node is None else copies[node] for node in outputs))
-    return graph

@@ -70,7 +70,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "optim": FOUNDATION | {"sharding"},  # layouts alone
     "model_source": {"source"},
     "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
-    "verification": FOUNDATION | {"capture", "sharding", "plan", "runtime"},
+    "verification": FOUNDATION | {"capture", "sharding", "plan", "report", "runtime"},
     "compiler": FOUNDATION
     | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"}
     | {"stages"},

@@ -103,7 +103,7 @@ def capture(
     """
     trace = _Trace(as_module(model), args, kwargs, device, precision)
     left_alone = torch.random.fork_rng(devices=[]), no_fakes_left(trace.model), traceable_experts(trace.model)
-    with left_alone[0], left_alone[1], left_alone[2], _clean_errors():
+    with left_alone[0], left_alone[1], left_alone[2]:
         torch.manual_seed(0)  # keys of random ops are drawn while tracing: the same for every trace of one program
         return trace.run()
 
@@ -128,7 +128,7 @@ def _clean_errors() -> Iterator[None]:
             fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens "
             "that each was given: an implementation behind transformers' experts interface, which becomes one op",
         ) from error
-    except Exception as error:
+    except Exception as error:  # whatever the user's model raises
         raise CaptureError(
             f"the model cannot be traced: {type(error).__name__}: {error}",
             where=raising_line(error.__traceback__),
@@ -173,7 +173,7 @@ class _Trace:
             fakes = [self._fake(tensor) for tensor in tensors]
             fakes.append(torch.zeros((), dtype=torch.int64, device=self.device))
         self.recorder = Recorder(mode)
-        with without_autocast_cache():
+        with without_autocast_cache(), _clean_errors():
             graph_module = self.recorder.record(self._joint, fakes)
         nodes = self.recorder.nodes
         origins = self.observer.origins(nodes, self.boundary)

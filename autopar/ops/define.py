@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-LIBRARY = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Callable[[str, str], torch.library.Library] = torch.library.Library
+LIBRARY = _library("autopar", "FRAGMENT")
+_define: Callable[[str], object] = LIBRARY.define
+_implement: Callable[[str, Callable[..., Any], str], object] = LIBRARY.impl
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -15,8 +18,8 @@ def op(schema: str) -> Callable[[Function], Function]:
     """Declare `name(arguments) -> results`; the decorated function is the kernel, which autograd does not see."""
 
     def register(kernel: Function) -> Function:
-        LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        LIBRARY.impl(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _define(schema)
+        _implement(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")
         return kernel
 
     return register

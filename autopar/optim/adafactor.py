@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, Statistic, cut_of, gradient_of, local_of, reduce_in_place, state_part
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(ClosureStep, torch.optim.Adafactor):
     """`torch.optim.Adafactor`, the same numbers on sharded parameters.
 
     Means over rows and columns, and the norms of the parameter and of its update, are those of the full tensor: they
@@ -24,19 +24,8 @@ class Adafactor(torch.optim.Adafactor):
     defaults and deviations from the paper are those of `torch.optim.Adafactor`. `foreach` makes no difference here.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient; `closure` computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        works = [
-            self._work(parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+    def _step(self) -> None:
+        works = [self._work(parameter, group) for parameter, group in self._with_gradients()]
         reduce_in_place([item for work in works for item in work.sums()])
         for work in works:
             work.take_factors()
@@ -44,7 +33,6 @@ class Adafactor(torch.optim.Adafactor):
         reduce_in_place([item for work in works for item in work.update_squares()])
         for work in works:
             work.apply()
-        return loss
 
     def _work(self, parameter: Tensor, group: dict[str, Any]) -> _Work:
         cut, state = cut_of(parameter), self.state[parameter]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from autopar.errors import UnsupportedOptionError
 from autopar.optim.blocks import Blocks, dequantized, quantized
+from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, Statistic, cut_of, gradient_of, local_of, reduce_in_place, state_part
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of the state: whether it is signed
@@ -25,7 +24,7 @@ def scales_name(moment: str) -> str:
     return f"{moment}_scales"
 
 
-class Adam8bit(Optimizer):
+class Adam8bit(ClosureStep):
     """Adam with block-wise quantized moments: a byte for each, and a scale for every 2048 elements.
 
     Moments are dequantized, updated and used in float32, then quantized again. Blocks are those of the full tensor:
@@ -39,6 +38,8 @@ class Adam8bit(Optimizer):
 
     decoupled: ClassVar[bool] = False
     """Whether weight decay shrinks the weights (AdamW) rather than add to the gradient."""
+    usual_decay: ClassVar[float] = 0.0
+    """The weight decay where none is given."""
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class Adam8bit(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
     ) -> None:
-        """The arguments of `torch.optim.Adam`."""
+        """The arguments of `torch.optim.Adam`, or AdamW; `weight_decay` None: the default of that one."""
+        weight_decay = self.usual_decay if weight_decay is None else weight_decay
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise UnsupportedOptionError(
                 f"{type(self).__name__} with lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
@@ -56,18 +58,9 @@ class Adam8bit(Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step for every parameter that has a gradient; `closure` computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+    def _step(self) -> None:
+        for parameter, group in self._with_gradients():
+            self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         moments = self._moments(parameter)
@@ -115,17 +108,7 @@ class AdamW8bit(Adam8bit):
     """`Adam8bit` whose weight decay shrinks the weights, as that of `torch.optim.AdamW`."""
 
     decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        """The arguments of `torch.optim.AdamW`."""
-        super().__init__(params, lr, betas, eps, weight_decay)
+    usual_decay = 1e-2
 
 
 def is_quantized(cut: Cut) -> bool:

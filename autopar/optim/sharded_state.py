@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, cut_of, gradient_of, local_of
 from autopar.sharding.layout import REPLICATE, Layout, chunk, local_shape, shard_dim
 
@@ -33,7 +33,7 @@ def state_layout(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
     return tuple(result)
 
 
-class ShardedState(Optimizer):
+class ShardedState(ClosureStep):
     """Steps an optimizer on shards of replicated parameters, then gathers them: ZeRO stage 1.
 
     `ShardedState(pmodel.parameters(), torch.optim.AdamW, lr=3e-4)`; to count its state when planning, give
@@ -65,13 +65,7 @@ class ShardedState(Optimizer):
             self.inner.add_param_group({**group, "params": [self._part(item) for item in group["params"]]})
             self._share()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step for every parameter that has a gradient; `closure` computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in ours.items() if name != "params"})
             for index, parameter in enumerate(ours["params"]):
@@ -82,7 +76,6 @@ class ShardedState(Optimizer):
                 local_of(parameter).copy_(cut_of(parameter).part(part.detach()))
                 part.grad = None
         self._share()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the one inside, has saved."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from autopar.errors import UnsupportedOptionError
+from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, Statistic, cut_of, gradient_of, local_of, reduce_in_place, state_part
 
 
-class SM3(Optimizer):
+class SM3(ClosureStep):
     """Memory-efficient adaptive optimization with a cover of rows and columns.
 
     For an element i of a tensor, ν(i) = min over its dims of the accumulator of its slice, plus g(i)²; the step is
@@ -38,20 +37,11 @@ class SM3(Optimizer):
             )
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step for every parameter that has a gradient; `closure` computes the loss anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         maxima: list[Statistic] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    maxima += self._update(parameter, group)
+        for parameter, group in self._with_gradients():
+            maxima += self._update(parameter, group)
         reduce_in_place(maxima, dist.ReduceOp.MAX)
-        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> list[Statistic]:
         """Step one parameter; its accumulators hold the maxima of this rank's shard, to be reduced."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import InfeasibleProblemError
 from autopar.plan_questions import Alternative, RuledOut
 from autopar.planner.constraints import pinned
 from autopar.planner.decisions import Decision, layouts_of
 from autopar.planner.make import Planner, without_limit
-from autopar.search import Solution, peak_usage, solve_again
+from autopar.search import FORBIDDEN, Problem, Solution, peak_usage, solve_again
 from autopar.sharding.layout import Layout, format_layout, ranks_per_dim, shard_dim
 from autopar.sharding.op_call import TensorSpec
 from autopar.sharding.strategies import shardable
@@ -31,10 +32,10 @@ class Alternatives:
         """The best there is, nothing pinned but what the caller of make_plan has pinned."""
         return self._solution(without_limit(self.planning.problem), ())
 
-    def _solution(self, problem: object, changed: Sequence[int]) -> Solution:
+    def _solution(self, problem: Problem, changed: Sequence[int]) -> Solution:
         options = self.planner.options
         seconds, seed = options.time_limit_s, options.seed
-        return solve_again(problem, self.choice, changed, time_limit_s=seconds, seed=seed)  # type: ignore[arg-type]
+        return solve_again(problem, self.choice, changed, time_limit_s=seconds, seed=seed)
 
     def of(self, members: Sequence[int]) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
         """(Solved for, the cheapest first; allowed, but not solved for) of decisions that decide alike."""
@@ -50,7 +51,9 @@ class Alternatives:
         if not found:
             return (), ()
         base = found[0][1]
-        solved = [self._alternative(members, layout, solution, base, layout == chosen) for layout, solution in found]
+        solved = [
+            self._alternative(members, layout, solution, base, is_chosen=layout == chosen) for layout, solution in found
+        ]
         solved.sort(key=lambda item: (item.cost, not item.is_chosen))
         return tuple(solved), tuple(format_layout(layout) for layout in layouts[MAX_LAYOUTS:])
 
@@ -60,7 +63,7 @@ class Alternatives:
         for index in members:
             costs, decision = self.planning.problem.costs[index], self.planning.decisions[index]
             per_member.append(
-                dict.fromkeys(_layout(decision, pick) for pick in range(len(costs)) if costs[pick] < 1e18)
+                dict.fromkeys(_layout(decision, pick) for pick in range(len(costs)) if costs[pick] < FORBIDDEN)
             )
         return [layout for layout in per_member[0] if all(layout in other for other in per_member)]
 
@@ -77,7 +80,8 @@ class Alternatives:
         layout: Layout,
         solution: Solution,
         base: Solution,
-        is_chosen: bool,  # noqa: FBT001
+        *,
+        is_chosen: bool,
     ) -> Alternative:
         decisions, groups = self.planning.decisions, self.planning.problem.groups or ()
         ops = [float(sum(d.seconds[p] for d, p in zip(decisions, it.choice, strict=True))) for it in (solution, base)]
@@ -133,10 +137,10 @@ class Alternatives:
                 found.append(RuledOut(f"S{dim} on axis {names[axis]}", why))
         return found
 
-    def _input_in_the_way(self, decision: Decision, placements: Sequence[object], ranks: int) -> str:
+    def _input_in_the_way(self, decision: Decision, placements: Sequence[Placement], ranks: int) -> str:
         assert decision.call is not None
         for number, (spec, placement) in enumerate(zip(decision.call.inputs, placements, strict=True)):
-            layout: Layout = (placement,)  # type: ignore[assignment]
+            layout: Layout = (placement,)
             if not shardable(spec, layout, (ranks,), even=True):
                 return (
                     f"input {number} of shape {spec.shape} would be cut as {format_layout(layout)} over {ranks} ranks"

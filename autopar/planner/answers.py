@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
 
 from autopar.plan import Plan
 from autopar.plan_questions import Alternative, Explanation
 from autopar.planner.decisions import Decision
 from autopar.planner.make import Planner
-from autopar.report.figures import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, seconds_text, signed
 
 TIGHT = 0.9  # of the limit: memory binds from here on
 
@@ -56,14 +55,10 @@ def _against(plan: Plan, found: Explanation) -> str:
 
 def _difference(other: Alternative, chosen: Alternative) -> str:
     more_s = other.cost - chosen.cost
-    parts = [f"{name} {_signed(seconds_text, value)}" for name, value in
+    parts = [f"{name} {signed(seconds_text, value)}" for name, value in
              (("ops", other.ops_s), ("moves", other.moves_s)) if abs(value) > 0.005 * more_s]  # fmt: skip
-    memory = f"; memory {_signed(bytes_text, other.peak_bytes)}" if other.peak_bytes else ""
+    memory = f"; memory {signed(bytes_text, other.peak_bytes)}" if other.peak_bytes else ""
     return f"takes {seconds_text(more_s)} more a step ({', '.join(parts)}{memory}), the rest chosen anew for it"
-
-
-def _signed(text: Callable[[float], str], value: float) -> str:
-    return ("-" if value < 0 else "+") + text(abs(value))
 
 
 def _recomputed(plan: Plan, found: Explanation) -> list[str]:
@@ -86,9 +81,5 @@ def _memory(plan: Plan) -> str:
     share = f"{bytes_text(plan.peak_bytes)} of {bytes_text(limit)}"
     if plan.peak_bytes < TIGHT * limit and not plan.recompute_s:
         return f"memory does not bind: the peak is {share}"
-    at = ""
-    if timeline is not None:
-        phase = "backward" if timeline.peak_index >= timeline.backward_start else "forward"
-        line = f", {timeline.peak_where}" if timeline.peak_where else ""
-        at = f" in the {phase}, while {timeline.peak_op} runs (op {timeline.peak_index} of {timeline.ops}{line})"
+    at = f" {timeline.peak_text}" if timeline is not None else ""
     return f"memory binds: the peak is {share}{at}"

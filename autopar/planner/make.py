@@ -85,6 +85,11 @@ class Options:
         """The rules of a program on a mesh; on one rank there is nothing to cut, and nothing to discover."""
         return RuleBook(self.discovery.on(mesh.device_type) if self.discovery and mesh.size > 1 else None)
 
+    @property
+    def sums_wide(self) -> bool:
+        """Whether gradients are summed over the ranks in the dtype of their parameters."""
+        return self.precision is not None and self.precision.reduction is Reduction.WIDE
+
     def limit(self, mesh: Mesh) -> int:
         if self.memory_limit_bytes is not None:
             return self.memory_limit_bytes
@@ -189,7 +194,7 @@ class Planner:
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()
         planning = build_problem(self.program, decisions, self.prices, usage_limit=float(self.limit))
-        if self.options.precision is not None and self.options.precision.reduction is Reduction.WIDE:
+        if self.options.sums_wide:
             planning = reduced_after_casts(planning)
         self.planning = apply_constraints(
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
@@ -252,11 +257,17 @@ class Planner:
         return Solution(choice, cost, strategy=name)
 
     def _checked(self, name: str, choice: tuple[int, ...]) -> Solution:
-        """The choice as a solution. Raises ConstraintError if it does not meet the constraints."""
+        """The choice as a solution. Raises ConstraintError if it does not meet the constraints, or the precision."""
         solution = self.as_solution(name, choice)
-        if self.options.constraints and not solution.cost < FORBIDDEN:
+        if solution.cost < FORBIDDEN:
+            return solution
+        if self.options.constraints:
             raise ConstraintError(
                 f"the plan {name!r} does not meet the constraints", fix="use search='ilp', or no pins"
+            )
+        if self.options.sums_wide:
+            raise ConstraintError(
+                f"the plan {name!r} sums gradients before they are widened", fix="plan again under this precision"
             )
         return solution
 

@@ -188,13 +188,12 @@ def _staged(program: Program, mesh: Mesh, speeds: Sequence[float], request: Pipe
     if request.microbatches is not None:
         return cut_at_equal_times(cut_microbatches(program, request.microbatches, rules.rules_of), mesh, speeds)
     size = batch_size(program)
-    wanted = [count for count in range(min(size, 2 * stages), 1, -1) if size % count == 0]
-    for count in wanted:
-        try:
-            return cut_at_equal_times(cut_microbatches(program, count, rules.rules_of), mesh, speeds)
-        except MicrobatchError:
-            break
-    return cut_at_equal_times(cut_microbatches(program, 1, rules.rules_of), mesh, speeds)
+    count = max(count for count in range(1, max(1, min(size, 2 * stages)) + 1) if size % count == 0)
+    try:
+        pieces = cut_microbatches(program, count, rules.rules_of)
+    except MicrobatchError:
+        pieces = cut_microbatches(program, 1, rules.rules_of)
+    return cut_at_equal_times(pieces, mesh, speeds)
 
 
 def _refuse_input_gradients(program: Program) -> None:

@@ -13,12 +13,12 @@ from autopar.cost_models.hardware import AxisLinks, axis_links
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_entries import Pipeline
-from autopar.planner.make import Options, Planned, program_hash
-from autopar.planner.pipeline_request import PipelineRequest, rank_speeds, without_axis
+from autopar.planner.make import MEMORY_FRACTION, Options, Planned, program_hash
+from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
 from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
-from autopar.schedules.memory import StageMemory
+from autopar.schedules.memory import StageMemory, in_flight
 from autopar.schedules.timing import bubble_fraction, simulate_schedule
 from autopar.sharding.discovery.book import RuleBook
 from autopar.stages.assign import anatomy
@@ -51,11 +51,12 @@ def finished(
     inner, ranks = without_axis(mesh, axis), mesh.shape[axis]
     link = axis_links(mesh.profile, mesh.shape)[axis]
     costs = [stage_costs(item, inner, send_seconds(link, sent_bytes(item.local))) for item in planned]
-    schedule = make_schedule(staged, ranks, costs, options.limit(mesh), request)
+    limits = rank_limits(mesh, axis, options.memory_limit_bytes, MEMORY_FRACTION)
+    schedule = make_schedule(staged, costs, limits, request)
     times = dict(enumerate(item.times for item in costs))
     simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
-    in_flight = [_in_flight(schedule, stage) for stage in range(len(planned))]
-    peaks = [cost.peak_bytes(count) for cost, count in zip(costs, in_flight, strict=True)]
+    held = in_flight(schedule)
+    peaks = [cost.peak_bytes(count) for cost, count in zip(costs, held, strict=True)]
     plan = Plan(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
@@ -70,7 +71,7 @@ def finished(
         cost=sum(item.plan.cost for item in planned),
         bound=sum(item.plan.bound for item in planned),
         without_rule=tuple(dict.fromkeys(op for item in planned for op in item.plan.without_rule)),
-        stages=_stage_plans(staged, schedule, planned, costs, in_flight),
+        stages=_stage_plans(staged, schedule, planned, costs, held),
         pipeline=Pipeline(
             axis,
             request.schedule or schedule.name,
@@ -87,7 +88,7 @@ def _stage_plans(
     schedule: Schedule,
     planned: Sequence[Planned],
     costs: Sequence[StageCosts],
-    in_flight: Sequence[int],
+    held: Sequence[int],
 ) -> tuple[StagePlan, ...]:
     starts = ["", *(node.meta["key"] for node in _starts(staged))]
     return tuple(
@@ -100,7 +101,7 @@ def _stage_plans(
             forward_s=costs[stage].times.forward_s,
             backward_input_s=costs[stage].times.backward_input_s,
             backward_weight_s=costs[stage].times.backward_weight_s,
-            in_flight=in_flight[stage],
+            in_flight=held[stage],
             activation_bytes=costs[stage].saved_bytes,
             sent_bytes=costs[stage].sent_bytes,
         )
@@ -123,33 +124,19 @@ def _update_s(planned: Planned) -> float:
     return sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """The most microbatches whose activations a stage holds at once."""
-    held = most = 0
-    for action in schedule.ranks[schedule.rank_of(stage)]:
-        if action.stage == stage and action.kind == "forward":
-            held += 1
-            most = max(most, held)
-        elif action.stage == stage and action.kind in ("backward", "backward_weight"):
-            held -= 1
-    return most
-
-
 def send_seconds(link: AxisLinks, bytes_: int) -> float:
     """Seconds to send that many bytes to the next stage."""
     return float(collective_seconds("send", bytes_, link)) if bytes_ else 0.0
 
 
 def make_schedule(
-    staged: Staged, ranks: int, costs: Sequence[StageCosts], limit_bytes: int, request: PipelineRequest
+    staged: Staged, costs: Sequence[StageCosts], limits_bytes: Sequence[int], request: PipelineRequest
 ) -> Schedule:
-    """The schedule asked for, or for training 1F1B; forward alone where nothing is trained."""
-    stages, count = len(staged.stages), staged.microbatches.count
+    """The schedule asked for, or 1F1B, interleaved where ranks have several stages. `limits_bytes`: of each rank."""
+    stages, ranks, count = len(staged.stages), len(limits_bytes), staged.microbatches.count
     name = request.schedule or ("1f1b" if stages == ranks else "interleaved")
     memory = {
-        stage: StageMemory(
-            fixed_bytes=cost.held_bytes + cost.working_bytes, activation_bytes=cost.saved_bytes, version_bytes=0
-        )
+        stage: StageMemory(fixed_bytes=cost.held_bytes + cost.working_bytes, activation_bytes=cost.saved_bytes)
         for stage, cost in enumerate(costs)
     }
     asked = Request(
@@ -158,7 +145,7 @@ def make_schedule(
         stages // ranks,
         times=dict(enumerate(item.times for item in costs)),
         memory=memory,
-        limits_bytes=[float(limit_bytes)] * ranks if name == "auto" else (),
+        limits_bytes=limits_bytes if name == "auto" else (),
         edges=staged.first.edges,
     )
     return generate(name, asked)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
-from autopar.mesh import as_mesh
+from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
 from autopar.plan_entries import PlanEntry
 from autopar.plan_questions import Change, Explanation
@@ -19,10 +19,10 @@ from autopar.planner.answers import answers
 from autopar.planner.constraints import Constraint, as_constraints, pinned_decisions
 from autopar.planner.decisions import Decision
 from autopar.planner.formulas import Formulas
-from autopar.planner.make import Candidate, Planned, Planner
+from autopar.planner.make import Candidate, Planned, Planner, without_limit
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.residency import Residency
-from autopar.search import evaluate, peak_usage
+from autopar.search import FORBIDDEN, evaluate, peak_usage
 
 MAX_NAMES = 4  # folded names whose alternatives are solved for in one explanation
 ROOM = 0.8  # of the limit: what is foreseen to need more is emitted and measured
@@ -113,7 +113,7 @@ class Session:
             return self._elsewhere(change, pins)
         planner = self.planner.again(pins, change.memory_limit_bytes)
         changed = pinned_decisions(self.planner.planning, pins)
-        if not isinstance(planner.options.search, str) or planner.options.search != "ilp":
+        if planner.options.search != "ilp":
             return with_questions(planner.run(), self.recapture)
         if change.memory_limit_bytes is None and changed and self._is_roomy(plan, pins):
             foreseen = self._foreseen(plan, planner, planner.solved_again(self.best.choice, changed))
@@ -147,11 +147,12 @@ class Session:
     def _elsewhere(self, change: Change, pins: tuple[Constraint, ...]) -> Plan:
         """Another mesh, hardware or batch: new decisions, but the choice of before is among the candidates."""
         old = self.planner
-        mesh = as_mesh(change.mesh if change.mesh is not None else old.mesh, change.hardware)
-        if change.mesh is not None and change.hardware is None and not hasattr(change.mesh, "profile"):
-            mesh = as_mesh(mesh, old.mesh.profile)
-        limit = change.memory_limit_bytes or old.options.memory_limit_bytes
-        options = replace(old.options, constraints=(*old.options.constraints, *pins), memory_limit_bytes=limit)
+        asked = old.mesh if change.mesh is None else change.mesh
+        profile = None if isinstance(asked, Mesh) else old.mesh.profile
+        mesh = as_mesh(asked, change.hardware or profile)
+        options = replace(old.options, constraints=(*old.options.constraints, *pins))
+        if change.memory_limit_bytes is not None:
+            options = replace(options, memory_limit_bytes=change.memory_limit_bytes)
         program = old.program if change.batch is None else self.recapture(_batch(change.batch))
         planner = Planner(program, mesh, options)
         choice = carried_over(old, self.best, planner)
@@ -188,5 +189,4 @@ def carried_over(old: Planner, best: Candidate, new: Planner) -> tuple[int, ...]
         if not same:
             return None
         choice.append(same[0])
-    problem = replace(new.planning.problem, usage_limit=None)
-    return tuple(choice) if evaluate(problem, choice) < float("inf") else None
+    return tuple(choice) if evaluate(without_limit(new.planning.problem), choice) < FORBIDDEN else None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.folding import fold_keys
-from autopar.report.figures import bytes_text, seconds_text
+from autopar.report.figures import NOISE_S, bytes_text, seconds_text, signed
 from autopar.report.pictures import communication_of
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, PlanEntry
-
-NOISE_S = 1e-9
 
 
 def diff_plans(left: Plan, right: Plan) -> str:
@@ -98,12 +96,8 @@ def _decision(text: str, pairs: list[tuple[PlanEntry, PlanEntry]]) -> str:
     seconds = sum(new.total_s - old.total_s for old, new in pairs)
     bytes_ = sum(new.bytes - old.bytes for old, new in pairs)
     parts = [
-        f"{_signed(seconds_text, seconds)}" if abs(seconds) >= NOISE_S else "",
-        _signed(bytes_text, bytes_) if bytes_ else "",
+        signed(seconds_text, seconds) if abs(seconds) >= NOISE_S else "",
+        signed(bytes_text, bytes_) if bytes_ else "",
     ]
     costs = ", ".join(part for part in parts if part)
     return f"  {text}: {sides[0]}  =>  {sides[1]}" + (f"  ({costs})" if costs else "")
-
-
-def _signed(text: Callable[[float], str], value: float) -> str:
-    return ("-" if value < 0 else "+") + text(abs(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import ExpertPlacementError
 from autopar.plots import new_figure
+from autopar.report.figures import rendered
 
 Loads = npt.NDArray[np.float64]
 Devices = Sequence[Sequence[int]]  # by device, the experts in its slots
@@ -72,9 +71,7 @@ class ExpertReport:
             table.add_row(str(device), *cells)
         worst = (cell for name in names for cell in ("slowest over mean", f"{self.imbalance[name]:.3f}"))
         table.add_row("", *worst)
-        console = Console(file=io.StringIO(), width=118, color_system=None)
-        console.print(table)
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+        return rendered(table)
 
     def _cells(self, name: str, device: int) -> tuple[str, str]:
         devices = self.placements[name]

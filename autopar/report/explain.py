@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autopar.report.figures import bytes_text, seconds_text
+from autopar.report.figures import NOISE_S, bytes_text, seconds_text, signed
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
@@ -13,14 +14,18 @@ if TYPE_CHECKING:
     from autopar.plan_questions import Alternative, Explanation
 
 RULED_OUT_SHOWN = 6
-NOISE_S = 1e-9
 
 
 def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...]) -> str:
-    """One paragraph per folded entry that matches."""
+    """One paragraph per folded entry that matches; of a pipeline, stage by stage."""
     if not found:
         return f"nothing in the plan matches {pattern!r}"
-    return "\n".join(line for item in found for line in _paragraph(plan, item))
+    lines: list[str] = []
+    for stage, items in groupby(found, key=lambda item: item.stage):
+        own = plan if stage is None else plan.stages[stage].plan
+        lines += [] if stage is None else [f"stage {stage}, one microbatch:"]
+        lines += [line for item in items for line in _paragraph(own, item)]
+    return "\n".join(lines)
 
 
 def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
@@ -54,12 +59,12 @@ def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
 def _alternative(item: Alternative) -> str:
     if item.is_chosen:
         return f"{item.layout:<12} {seconds_text(item.cost):>9}  chosen"
-    signed = [f"{name} {'-' if value < 0 else '+'}{seconds_text(abs(value))}" for name, value in
-              (("ops", item.ops_s), ("moves", item.moves_s)) if abs(value) >= NOISE_S]  # fmt: skip
+    parts = [f"{name} {signed(seconds_text, value)}" for name, value in
+             (("ops", item.ops_s), ("moves", item.moves_s)) if abs(value) >= NOISE_S]  # fmt: skip
     if item.peak_bytes:
-        signed.append(f"memory {'-' if item.peak_bytes < 0 else '+'}{bytes_text(abs(item.peak_bytes))}")
+        parts.append(f"memory {signed(bytes_text, item.peak_bytes)}")
     others = f"{item.changes} other decision{'s' if item.changes != 1 else ''} would change"
-    return f"{item.layout:<12} {seconds_text(item.cost):>9}  {', '.join([*signed, others])}"
+    return f"{item.layout:<12} {seconds_text(item.cost):>9}  {', '.join([*parts, others])}"
 
 
 def _ruled_out(item: Explanation) -> Iterator[str]:

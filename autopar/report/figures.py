@@ -1,12 +1,19 @@
-"""Numbers and tables as text."""
+"""Numbers, tables and what every text of a plan begins with."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
 WIDTH = 118
+NOT_PRICED = "not priced: give it to make_plan with plan=, which prices it for a model"
+NOISE_S = 1e-9  # a difference that is not told
 
 
 def seconds_text(seconds: float) -> str:
@@ -23,6 +30,27 @@ def bytes_text(bytes_: float) -> str:
         if bytes_ >= scale:
             return f"{bytes_ / scale:.3g} {unit}"
     return f"{bytes_:.0f} B"
+
+
+def signed(text: Callable[[float], str], value: float) -> str:
+    """A difference: `+1.23 ms`, `-1.23 GB`."""
+    return ("-" if value < 0 else "+") + text(abs(value))
+
+
+def mesh_text(plan: Plan) -> str:
+    """`dp=2 x tp=4`."""
+    return " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
+
+
+def title_text(plan: Plan) -> str:
+    """What plan it is, for which mesh."""
+    return f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh_text(plan)}, hardware {plan.hardware}"
+
+
+def peak_text(plan: Plan) -> str:
+    """`1.2 GB per rank of 73.6 GB allowed`."""
+    limit = f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else ""
+    return f"{bytes_text(plan.peak_bytes)} per rank{limit}"
 
 
 def rendered(*parts: object) -> str:

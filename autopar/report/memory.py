@@ -17,15 +17,9 @@ COLUMNS, ROWS, TENSORS = 72, 8, 15
 def memory_text(plan: Plan) -> str:
     """A drawing in characters, the kinds at the peak, and the largest tensors alive then with the user's lines."""
     timeline = timeline_of(plan)
-    phase = "backward" if timeline.peak_index >= timeline.backward_start else "forward"
     lines = ["memory of the fullest rank over one step, forward then backward:", *_drawing(timeline)]
-    where = f", {timeline.peak_where}" if timeline.peak_where else ""
-    lines.append(
-        f"peak {bytes_text(max(timeline.totals))} in the {phase}, while {timeline.peak_op} runs "
-        f"(op {timeline.peak_index} of {timeline.ops}{where})"
-    )
-    at = timeline.index.index(timeline.peak_index) if timeline.peak_index in timeline.index else 0
-    kinds = sorted(((values[at], kind) for kind, values in timeline.bytes_by_kind.items() if values[at]), reverse=True)
+    lines.append(f"peak {bytes_text(max(timeline.totals))} {timeline.peak_text}")
+    kinds = sorted(((bytes_, kind) for kind, bytes_ in timeline.peak_by_kind.items() if bytes_), reverse=True)
     lines.append("  " + ", ".join(f"{kind.replace('_', ' ')} {bytes_text(bytes_)}" for bytes_, kind in kinds))
     if timeline.limit_bytes:
         margin = f", and {bytes_text(timeline.margin_bytes)} of the device beyond it" if timeline.margin_bytes else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
 from autopar.folding import fold_keys
-from autopar.report.figures import bytes_text, seconds_text
+from autopar.report.figures import bytes_text, mesh_text, peak_text, seconds_text
 from autopar.report.page_parts import SCRIPT, STYLE, data_table, svg_of
 from autopar.report.pictures import communication_of, plot_plan
 from autopar.report.text import collectives_text, modules_of, remarks
@@ -65,14 +65,12 @@ def _stage_sections(plan: Plan) -> list[Section]:
 
 
 def _summary(plan: Plan) -> Iterator[str]:
-    mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
-    limit = f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else ""
     facts = [
         ("step, predicted", seconds_text(plan.step_s) if plan.step_s else "not priced: the file was edited"),
         ("communication in it, hidden or not", seconds_text(plan.communication_s)),
         ("recomputation in it", seconds_text(plan.recompute_s)),
-        ("peak memory of a rank", bytes_text(plan.peak_bytes) + limit),
-        ("mesh", mesh),
+        ("peak memory", peak_text(plan)),
+        ("mesh", mesh_text(plan)),
         ("hardware", plan.hardware),
         ("search", plan.search),
         ("at most above the best possible", f"{plan.gap:.1%}" if plan.bound > 0 else "not proven"),
@@ -122,14 +120,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f'<p class="missing">{NOT_FOUND}give the plan to make_plan with plan=, and save it</p>'
         return
     yield _chart(plan, "memory", "bytes alive against op index, by kind")
-    phase = "backward" if timeline.peak_index >= timeline.backward_start else "forward"
-    where = f", {timeline.peak_where}" if timeline.peak_where else ""
-    yield (
-        f"<p>Peak {bytes_text(max(timeline.totals))} in the {phase}, while "
-        f"<code>{escape(timeline.peak_op)}</code> runs: op {timeline.peak_index} of {timeline.ops}{escape(where)}.</p>"
-    )
-    at = timeline.index.index(timeline.peak_index) if timeline.peak_index in timeline.index else 0
-    kinds = [(kind, values[at], max(values)) for kind, values in timeline.bytes_by_kind.items()]
+    yield f"<p>Peak {bytes_text(max(timeline.totals))} {escape(timeline.peak_text)}.</p>"
+    kinds = [(kind, now, max(timeline.bytes_by_kind[kind])) for kind, now in timeline.peak_by_kind.items()]
     rows = [(kind.replace("_", " "), (now, bytes_text(now)), (most, bytes_text(most))) for kind, now, most in kinds]
     yield data_table("kinds", ("kind", "at the peak", "at most"), rows)
     tensors = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from autopar.report.figures import bytes_text, rendered, seconds_text
+from autopar.report.figures import NOT_PRICED, bytes_text, peak_text, rendered, seconds_text, title_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, StagePlan
@@ -25,20 +25,18 @@ def stages_text(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     assert plan.pipeline is not None
-    pipeline, mesh = plan.pipeline, zip(plan.axis_names, plan.mesh_shape, strict=True)
-    shape = " x ".join(f"{name}={size}" for name, size in mesh)
+    pipeline = plan.pipeline
     per_rank = f", {pipeline.virtual_stages} of them on each rank" if pipeline.virtual_stages > 1 else ""
     head = (
-        f"autopar plan {plan.hash}: search {plan.search}, mesh {shape}, hardware {plan.hardware}\n"
+        f"{title_text(plan)}\n"
         f"{len(plan.stages)} stages along {plan.axis_names[pipeline.axis]!r}{per_rank}; schedule {pipeline.schedule}, "
         f"{pipeline.microbatches} microbatches\n"
     )
     if not plan.step_s:
-        return f"{head}not priced: give it to make_plan with plan=, which prices it for a model"
-    limit = f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else ""
+        return f"{head}{NOT_PRICED}"
     return (
         f"{head}predicted step {seconds_text(plan.step_s)}, bubble {pipeline.bubble:.1%} of it; "
-        f"peak memory {bytes_text(plan.peak_bytes)} per rank{limit}"
+        f"peak memory {peak_text(plan)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan as a table by module, folded over repeated layers; explanations and differences in plain words."""
+"""The plan as a table by module, folded over repeated layers, with its totals and remarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from autopar.folding import fold_keys
-from autopar.report.figures import bytes_text, rendered, seconds_text
+from autopar.report.figures import NOT_PRICED, bytes_text, peak_text, rendered, seconds_text, title_text
 from autopar.report.stages import stages_text
 from autopar.sharding.layout import format_layout
 
@@ -30,18 +30,15 @@ def plan_text(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    mesh = " x ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
     known = f", at most {plan.gap:.1%} above the best possible" if plan.bound > 0 else ""
     again = f", recomputation {seconds_text(plan.recompute_s)}" if plan.recompute_s else ""
-    head = f"autopar plan {plan.hash}: search {plan.search}, mesh {mesh}, hardware {plan.hardware}\n"
     if not plan.step_s:
-        return f"{head}not priced: give it to make_plan with plan=, which prices it for a model"
+        return f"{title_text(plan)}\n{NOT_PRICED}"
     return (
-        f"{head}predicted step {seconds_text(plan.step_s)} "
+        f"{title_text(plan)}\npredicted step {seconds_text(plan.step_s)} "
         f"(communication {seconds_text(plan.communication_s)}{again}){known}; "
-        f"peak memory {bytes_text(plan.peak_bytes)} per rank"
-        + (f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else "")
-        + f"\nplacements by mesh axis ({', '.join(plan.axis_names)}): S0 shards dim 0, R replicates, P is a partial sum"
+        f"peak memory {peak_text(plan)}\n"
+        f"placements by mesh axis ({', '.join(plan.axis_names)}): S0 shards dim 0, R replicates, P is a partial sum"
     )
 
 

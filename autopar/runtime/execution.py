@@ -19,7 +19,7 @@ from autopar.runtime.bound_step import BoundStep, Slot
 from autopar.runtime.expert_load import ExpertCounter
 from autopar.runtime.inputs import rank_part
 from autopar.runtime.parameters import as_dtensor, full_value, in_layout, lay_out_anew, layout_of
-from autopar.torch_compat import after_backward
+from autopar.torch_compat import after_backward, apply_function
 
 
 class Reduction(Enum):
@@ -74,7 +74,7 @@ class Call:
 def run_call(call: Call) -> Any:
     """The user's output of one call; a backward pass through it returns this rank's part of every gradient."""
     if call.step.gradients and torch.is_grad_enabled():
-        outputs = _Step.apply(call, *call.differentiated)  # type: ignore[no-untyped-call]
+        outputs = apply_function(_Step, call, *call.differentiated)
     else:
         with torch.no_grad():
             outputs = _forward(call)[0]

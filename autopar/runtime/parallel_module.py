@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +31,7 @@ from autopar.runtime.parameters import (
     layout_of,
     replicated_buffer,
 )
+from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
 from autopar.sharding.layout import Layout
 
@@ -43,32 +44,17 @@ class Planned(Enum):
     TRAINING = "training"
 
 
-@dataclass
-class _Session:
-    """What a ParallelModule remembers besides its tensors."""
+@dataclass(kw_only=True)
+class _StepSession(Session):
+    """What a ParallelModule remembers that runs one program on all ranks."""
 
-    model: nn.Module
-    mesh: DeviceMesh
     compiler: StepCompiler
-    ranks: RankGroup
     counter: ExpertCounter
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
     putting_off: bool = False  # inside no_sync
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    empty: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # tensors without values, their writes so far
-    seed: int = 0  # of the first rank's generator, when last looked at
-    calls: int = 0  # since that seed was set
-
-    def note_empty(self, tensors: Mapping[str, Tensor]) -> None:
-        """Remember that these tensors have no values, unless somebody writes them from here on."""
-        self.empty = {name: (tensor, _writes(tensor)) for name, tensor in tensors.items()}
-
-    def still_empty(self) -> dict[str, Tensor]:
-        """The tensors of a meta model that were written neither by their modules nor by the user."""
-        self.empty = {name: item for name, item in self.empty.items() if _writes(item[0]) == item[1]}
-        return {name: tensor for name, (tensor, _) in self.empty.items()}
 
 
 class ParallelModule(Container):
@@ -93,9 +79,9 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
-        session = _Session(module, mesh, compiler, RankGroup(mesh), ExpertCounter(mesh))
+        session = _StepSession(module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh))
         self.__dict__["_autopar"] = session
-        session.seed = session.ranks.check_call(_model_key(module))
+        session.check_call(model_key(module))
         if next(module.parameters(), None) is None:
             raise NoParametersError(
                 f"{type(module).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
@@ -142,18 +128,22 @@ class ParallelModule(Container):
 
         The same on all ranks, each of which must ask: what they counted is added up now.
         """
-        return self._session.counter.load()
+        return self._steps.counter.load()
 
     def reset_expert_load(self) -> None:
         """Count from zero again."""
-        self._session.counter.reset()
+        self._steps.counter.reset()
 
     @property
-    def _session(self) -> _Session:
-        return cast(_Session, self.__dict__["_autopar"])
+    def _session(self) -> Session:
+        return cast(Session, self.__dict__["_autopar"])
+
+    @property
+    def _steps(self) -> _StepSession:
+        return cast(_StepSession, self._session)
 
     def _shown(self) -> BoundStep:
-        shown = self._session.shown
+        shown = self._steps.shown
         if shown is None:
             raise NotPlannedError(
                 "there is no plan yet", fix="call the module once, or give autopar.compile example_inputs"
@@ -169,7 +159,7 @@ class ParallelModule(Container):
         reduction = self._reduction(state)
         if reduction is not Reduction.NOW and step.gradients:
             step = step.deferred
-        return run_call(Call(step, state, user_tensors(args, kwargs), seed, reduction, self._session.counter))
+        return run_call(Call(step, state, self._call_tensors(args, kwargs), seed, reduction, self._steps.counter))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,12 +168,12 @@ class ParallelModule(Container):
         The first backward of a call made outside adds its own and sums once. Meanwhile `.grad` holds DTensors with
         `Partial` placements, as large as the gradient was before its reduction.
         """
-        before = self._session.putting_off
-        self._session.putting_off = True
+        before = self._steps.putting_off
+        self._steps.putting_off = True
         try:
             yield
         finally:
-            self._session.putting_off = before
+            self._steps.putting_off = before
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the state that an optimizer already holds (as after loading a checkpoint) follow its parameters.
@@ -191,10 +181,10 @@ class ParallelModule(Container):
         Only of use before the first call of a module made without `example_inputs`; without it such a state stays
         where it is, and every step of the optimizer moves data.
         """
-        self._session.optimizers.append(optimizer)
+        self._steps.optimizers.append(optimizer)
 
     def _reduction(self, state: State) -> Reduction:
-        if self._session.putting_off:
+        if self._steps.putting_off:
             return Reduction.LATER
         return Reduction.AT_END if has_pending_gradients(state.parameters) else Reduction.NOW
 
@@ -203,28 +193,38 @@ class ParallelModule(Container):
 
     def _step_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
         """The compiled step of a call; made now if no such call was made before."""
-        session = self._session
-        key, error = self._key(args, kwargs)
-        seed = session.ranks.check_call(key)
-        if error is not None:
-            raise error
-        if seed != session.seed:
-            session.seed, session.calls = seed, 0
+        session, key = self._steps, self._agreed_key(args, kwargs)
         if self._replans():
             session.steps.clear()
         if key not in session.steps:
             session.steps[key] = self._compiled(args, kwargs)
         return session.steps[key]
 
+    def _agreed_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The key of a call that all ranks make alike; the random seed is then the first rank's."""
+        key, error = self._key(args, kwargs)
+        self._session.check_call(key)
+        if error is not None:
+            raise error
+        return key
+
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, InputError | None]:
         """The key of a call, or the error in its inputs: ranks compare either before any of them raises."""
-        requires_grad = [parameter.requires_grad for parameter in self.parameters()]
+        requires_grad = [parameter.requires_grad for parameter in self._trainable()]
         modes = modes_now(training_flags(self), requires_grad, ("cpu", self._session.mesh.device_type))
         try:
-            user_tensors(args, kwargs)
+            self._call_tensors(args, kwargs)
             return call_key(args, kwargs, modes), None
         except InputError as error:
             return f"error {error}", error
+
+    def _trainable(self) -> Iterable[nn.Parameter]:
+        """The parameters that tell a call's key what is trained: the same ones on every rank."""
+        return self.parameters()
+
+    def _call_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """The call's tensors by path. Raises InputError for one that cannot be used."""
+        return user_tensors(args, kwargs)
 
     def _wanted(self) -> Planned:
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
@@ -232,11 +232,11 @@ class ParallelModule(Container):
 
     def _replans(self) -> bool:
         """Layouts chosen for inference are chosen anew by the first call that trains, never otherwise."""
-        planned = self._session.planned
+        planned = self._steps.planned
         return planned is Planned.NOTHING or (planned is Planned.INFERENCE and self._wanted() is Planned.TRAINING)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
-        session, layouts = self._session, None
+        session, layouts = self._steps, None
         if not self._replans():
             layouts = {name: layout_of(parameter) for name, parameter in self._parameters_by_name().items()}
         with modes_of(self, session.model):
@@ -251,7 +251,7 @@ class ParallelModule(Container):
     def _lay_out(self, step: BoundStep) -> None:
         """Bring every parameter to its planned layout, if the layouts are this plan's to choose."""
         planned = {slot.name: slot.layout for slot in step.inputs[InputKind.PARAMETER]}
-        parameters, session = self._parameters_by_name(), self._session
+        parameters, session = self._parameters_by_name(), self._steps
         if set(planned) != set(parameters):
             raise PlanError("the plan is of a model with other parameters")
         if self._replans():
@@ -280,13 +280,7 @@ class ParallelModule(Container):
         return f"ParallelModule({type(session.model).__name__}, mesh={tuple(session.mesh.shape)})"
 
 
-def _model_key(model: nn.Module) -> str:
-    """The names, shapes and dtypes of a model's tensors: ranks compare them before they exchange values."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return "\n".join(f"{name} {tensor.dtype}{list(tensor.shape)} {tensor.is_meta}" for name, tensor in tensors)
-
-
-def _distributed(session: _Session) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+def _distributed(session: Session) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
     """The model's parameters, flat over the mesh, and its buffers, with the first rank's values."""
     model, mesh = session.model, session.mesh
     layouts: dict[str, Layout] = {
@@ -303,9 +297,3 @@ def _distributed(session: _Session) -> tuple[dict[str, nn.Parameter], dict[str, 
     known: dict[str, Tensor] = {**buffers, **parameters}
     session.note_empty({name: known[name] for name in (made.missing if made is not None else ())})
     return parameters, buffers
-
-
-def _writes(tensor: Tensor) -> int:
-    """How often the tensor was written in place, through itself or through its shard."""
-    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return tensor._version + shard._version

@@ -47,31 +47,6 @@ def pipedream_2bw(ranks: int, microbatches: int, update_every: int) -> Schedule:
     return _with_versions("pipedream-2bw", ranks, microbatches, update_every, versions)
 
 
-def calls(schedule: Schedule, microbatches: int) -> Iterator[Schedule]:
-    """The schedule in parts, one for each further `microbatches` at hand; the last also drains the pipeline.
-
-    A part ends, on every rank, before the first action of a microbatch that is not yet there: nothing is flushed
-    between parts, and a rank may go on to the next one while transfers of the last are still on their way.
-    """
-    if schedule.microbatches % microbatches:
-        raise ScheduleError(
-            f"{schedule.name}: {schedule.microbatches} microbatches are not whole calls of {microbatches}",
-            fix="make the schedule for a multiple of the microbatches of one call",
-        )
-    left = [list(actions) for actions in schedule.ranks]
-    for known in range(microbatches, schedule.microbatches + 1, microbatches):
-        last = known == schedule.microbatches
-        cut = [len(actions) if last else _first_beyond(actions, known) for actions in left]
-        part = tuple(tuple(actions[:end]) for actions, end in zip(left, cut, strict=True))
-        left = [actions[end:] for actions, end in zip(left, cut, strict=True)]
-        yield replace(schedule, ranks=part)
-
-
-def _first_beyond(actions: Sequence[Action], known: int) -> int:
-    """The place of the first action of a microbatch that is not there yet."""
-    return next((place for place, action in enumerate(actions) if action.microbatch >= known), len(actions))
-
-
 def _with_versions(
     name: str, ranks: int, microbatches: int, update_every: int, version_of: Callable[[int, int], int]
 ) -> Schedule:

@@ -56,7 +56,7 @@ def run_solve(args: argparse.Namespace) -> int:
 
     The time limit counts from the start of the process: loading Python, and reading the problem, are part of it.
     """
-    began = time.monotonic() - getattr(args, "age_s", 0.0)
+    began = time.monotonic() - args.age_s
     reading = time.monotonic()
     problem = Problem.load(args.problem)
     reading = time.monotonic() - reading
@@ -71,7 +71,7 @@ def run_solve(args: argparse.Namespace) -> int:
             observer=line,
         )
     broken = violations(problem, solution.choice)
-    if getattr(args, "json", False):
+    if args.json:
         print(json.dumps(_as_json(solution, spent, broken)))
         return 1 if broken else 0
     print(f"strategy {solution.strategy}, {solution.seconds:.1f} s")

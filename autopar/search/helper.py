@@ -21,6 +21,9 @@ from autopar.search.network import Array
 from autopar.search.pricing import Pricing
 from autopar.search.tables import Tables
 
+Start = tuple[Pricing, Tables, Array, Array, int]
+"""What a `ForestSearch` begins with: its arguments."""
+
 _BOOT = """\
 import sys, types
 package = types.ModuleType("autopar")
@@ -100,7 +103,7 @@ class OwnWalker:
 class Helper:
     """Walks in another process. Where that process ends too early, `OSError` or `EOFError`: the caller walks itself."""
 
-    def __init__(self, start: tuple[Pricing, Tables, Array, Array, int]) -> None:
+    def __init__(self, start: Start) -> None:
         command = [sys.executable, "-c", _BOOT, str(Path(__file__).parent.parent)]
         self.process = subprocess.Popen(  # its own session: Ctrl-C in a terminal is the parent's to handle
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -145,7 +148,7 @@ def serve() -> None:
 class Fallback:
     """A helper, or, from the moment it fails, a walker of our own that starts over from what it is ordered."""
 
-    def __init__(self, start: tuple[Pricing, Tables, Array, Array, int]) -> None:
+    def __init__(self, start: Start) -> None:
         self._own: Callable[[], OwnWalker] = lambda: OwnWalker(ForestSearch(*start))
         self._last: Order | None = None
         try:

@@ -25,9 +25,9 @@ _TOLERANCE = 1e-10  # relative: what summing in float64 may add to a bound
 class PricedSearch:
     """Prices and messages of one network; every call of `run` continues where the last one stopped."""
 
-    def __init__(self, pricing: Pricing, messages: Messages, prices: Array | None = None) -> None:
+    def __init__(self, pricing: Pricing, messages: Messages, prices: Array) -> None:
         self.pricing, self.messages = pricing, messages
-        self.prices = np.zeros(len(pricing.capacity)) if prices is None else prices
+        self.prices = prices
         self.best_prices = self.prices
         self.best_state = messages.state()  # messages of a worse point may end in a worse fixed point
         self.bound = -math.inf  # quanta

@@ -36,8 +36,6 @@ class Answer:
     values: Array | None  # the best point found
     cost: float  # its objective; inf without a point
     bound: float  # proven lower bound; inf when the model is infeasible
-    reduced_costs: Array | None = None  # of an LP
-    duals: Array | None = None  # of an LP, per row
 
     @property
     def is_infeasible(self) -> bool:
@@ -48,10 +46,7 @@ class Answer:
 def solve_linear(
     model: LinearModel, *, time_limit_s: float, seed: int = 0, relative_gap: float = 0.0, hint: Array | None = None
 ) -> Answer:
-    """Run HiGHS on one thread (SCIP where HiGHS fails), from the point `hint` if given.
-
-    An LP, without integer columns, also returns its duals.
-    """
+    """Run HiGHS on one thread (SCIP where HiGHS fails), from the point `hint` if given."""
     unit = cost_unit(model.costs)
     opt_model = mathopt.Model.from_model_proto(to_proto(model, unit))
     params = _parameters(time_limit_s, seed, relative_gap)
@@ -71,12 +66,7 @@ def solve_linear(
     if not result.has_primal_feasible_solution():
         return Answer(None, math.inf, bound)
     values = np.array(list(result.variable_values().values()))
-    cost = float(model.costs @ values)
-    if not model.is_integer.any() and result.has_dual_feasible_solution():
-        reduced = np.array(list(result.reduced_costs().values())) * unit
-        duals = np.array(list(result.dual_values().values())) * unit
-        return Answer(values, cost, bound, reduced, duals)
-    return Answer(values, cost, bound)
+    return Answer(values, float(model.costs @ values), bound)
 
 
 def cost_unit(costs: Array) -> float:

@@ -81,11 +81,8 @@ class Messages:
         costs = flat[self.order]
         for level in self.levels:
             if len(level.ahead.entries):
-                count, send = len(level.owner), level.ahead
-                belief = costs[level.span] + np.bincount(send.strategies, self.back[send.entries], count)
-                incoming = level.back
-                belief += np.bincount(incoming.strategies, self.ahead[incoming.entries], count)
-                self.ahead[send.target] = _sent(send, belief * level.weight, self.back)
+                belief = self._belief(level, costs) * level.weight
+                self.ahead[level.ahead.target] = _sent(level.ahead, belief, self.back)
 
     def backward(self, flat: Array) -> float:
         """One pass in reverse; returns a lower bound on the least total cost, offset included."""

@@ -11,19 +11,15 @@ import time
 import numpy as np
 
 from autopar.search.exact import MarginalSearch, fits, pair_count, priced_times, solve_without_capacities
-from autopar.search.forest_search import ForestSearch
-from autopar.search.lagrangian import PricedSearch
-from autopar.search.messages import Messages
 from autopar.search.network import Array, Network
 from autopar.search.presolve import Deadend, Overfull, presolve
-from autopar.search.pricing import Pricing
+from autopar.search.relaxation import Relaxation
 from autopar.search.subnetwork import subnetwork
-from autopar.search.sweep import NODES_PER_BLOCK, Sweep
-from autopar.search.tables import Tables
 
 _SMALLEST, _LARGEST = 20, 2000  # nodes freed together
 _FIRST_PAIRS = 40_000  # allowed pairs in the first neighbourhoods
-_MOVES = 30  # of a walk through one neighbourhood
+_PASSES = 12  # double passes of message passing over one neighbourhood
+_MOVES = 30  # of a walk through it
 _SOLVE_S = 4.0  # seconds for one neighbourhood; half of it used up means: smaller ones next
 
 
@@ -36,14 +32,14 @@ class Neighbourhoods:
         positions: dict[int, int],
         seed: int,
         *,
-        prices: Array | None = None,
-        regrets: dict[int, Array] | None = None,
+        prices: Array,
+        regrets: dict[int, Array],
     ) -> None:
         self.network = network
         self.positions = dict(positions)
         self.random = np.random.default_rng(seed)
         self.prices = prices
-        self.regrets = regrets or {}  # per node and strategy: where it is large, the choice is likely wrong
+        self.regrets = regrets  # per node and strategy: where it is large, the choice is likely wrong
         self.nodes = network.nodes()
         self.fresh = np.ones(len(self.nodes))  # less after each failure around a node
         pairs_per_node = pair_count(network) / max(1, len(self.nodes))
@@ -55,9 +51,7 @@ class Neighbourhoods:
 
     def _weigh(self) -> None:
         """The chance of each node to be the middle of a neighbourhood."""
-        regrets = [
-            float(self.regrets[node][self.positions[node]]) if node in self.regrets else 0.0 for node in self.nodes
-        ]
+        regrets = [float(self.regrets[node][self.positions[node]]) for node in self.nodes]
         weight = np.array(regrets) * self.fresh
         weight = weight + max(0.1 * float(weight.mean()), 1e-9) * self.fresh
         self.chance: Array = weight / weight.sum()
@@ -69,8 +63,8 @@ class Neighbourhoods:
             self.positions, self.cost = dict(positions), cost
             self._weigh()
 
-    def step(self, deadline: float) -> bool:
-        """Re-solve one neighbourhood and adapt the size of the next one to how long it took; whether it helped."""
+    def step(self, deadline: float) -> None:
+        """Re-solve one neighbourhood and adapt the size of the next one to how long it took."""
         started = time.monotonic()
         free = self._pick()
         self.round += 1
@@ -84,7 +78,6 @@ class Neighbourhoods:
             self.size = max(_SMALLEST, int(self.size * 0.8))
         elif seconds < _SOLVE_S / 4:
             self.size = min(_LARGEST, len(self.nodes), int(self.size * 1.1) + 1)
-        return better is not None
 
     def resolve(self, free: list[int], deadline: float) -> dict[int, int] | None:
         """Better positions for the free nodes, or None."""
@@ -135,7 +128,7 @@ class Neighbourhoods:
         return self.nodes[first : first + self.size]
 
 
-def resolve(small: Network, now: float, prices: Array | None, seed: int, deadline: float) -> Array | None:
+def resolve(small: Network, now: float, prices: Array, seed: int, deadline: float) -> Array | None:
     """Labels of all nodes of a small network at a cost below `now` (quanta), if there is one and time to find it."""
     try:
         presolve(small, deadline=deadline, dominance_cells=0)
@@ -145,7 +138,7 @@ def resolve(small: Network, now: float, prices: Array | None, seed: int, deadlin
     return labels
 
 
-def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int, deadline: float) -> Array | None:
+def _resolve_reduced(small: Network, now: float, prices: Array, seed: int, deadline: float) -> Array | None:
     if not small.nodes():
         return small.recover({}) if small.offset < now else None
     relaxed = solve_without_capacities(small, max_cells=2e5)
@@ -154,21 +147,17 @@ def _resolve_reduced(small: Network, now: float, prices: Array | None, seed: int
             return None
         if fits(small, relaxed[1]):
             return small.recover(small.labelled(relaxed[1]))
-    local_prices = prices[small.times] if prices is not None and len(small.times) else None
-    pricing = Pricing(small)
-    tables = Tables(small, pricing)
-    count = len(pricing.nodes)
-    messages = Messages(pricing, tables, Sweep(tables, count, count // NODES_PER_BLOCK))
-    search = PricedSearch(pricing, messages, local_prices)
-    search.run(12, deadline=deadline, upper=now)
+    relaxation = Relaxation(small, prices[small.times], seed, deadline)
+    search = relaxation.priced
+    search.run(_PASSES, deadline=deadline, upper=now)
     if search.bound >= now:
         return None
     found, upper = None, now
-    walk = ForestSearch(pricing, tables, search.suggestion(), search.best_prices, seed)
-    walk.run(_MOVES, deadline)
-    if walk.best is not None and walk.cost < now:
-        positions = dict(zip(pricing.nodes, walk.best.tolist(), strict=True))
-        found, upper = small.recover(small.labelled(positions)), walk.cost
+    relaxation.begin_walk(moves=_MOVES)
+    relaxation.end_walk()
+    walked = relaxation.located()
+    if walked is not None and relaxation.cost < now:
+        found, upper = small.recover(small.labelled(walked)), relaxation.cost
     times = priced_times(search.best_prices)
     for node, keep in search.survivors(upper).items():
         if not keep.any():

@@ -49,6 +49,12 @@ def greatest_amounts(loads: list[Loads]) -> Array:
     return greatest
 
 
+def sums_over_time(first: Array, last: Array, amounts: Array, points: int) -> Array:
+    """What rows that use `amounts` over the time points [first, last) add up to at each of `points`."""
+    change = np.bincount(first, amounts, points + 1) - np.bincount(last, amounts, points + 1)
+    return np.cumsum(change)[:-1]
+
+
 class Network:
     """A min-sum network under usage capacities. Reductions change it in place and log the way back in `steps`.
 
@@ -212,11 +218,7 @@ class Network:
         loads = list(self.loads.values())
         first = np.concatenate([load.first for load in loads])
         last = np.concatenate([load.last for load in loads])
-        change = np.zeros(len(self.times) + 1)
-        greatest = greatest_amounts(loads)
-        np.add.at(change, first, greatest)
-        np.subtract.at(change, last, greatest)
-        keep = np.cumsum(change)[:-1] > self.capacity
+        keep = sums_over_time(first, last, greatest_amounts(loads), len(self.times)) > self.capacity
         if bool(keep.all()):
             return
         place = np.concatenate([[0], np.cumsum(keep)])
@@ -240,14 +242,12 @@ class Network:
 
     def profile(self, amounts: dict[int, Array]) -> Array:
         """Usage at every time point, from one amount per load row of each node."""
-        change = np.zeros(len(self.times) + 1)
         nodes = [node for node in amounts if node in self.loads]
         if not nodes:
-            return change[:-1]
-        values = np.concatenate([amounts[node] for node in nodes])
-        np.add.at(change, np.concatenate([self.loads[node].first for node in nodes]), values)
-        np.subtract.at(change, np.concatenate([self.loads[node].last for node in nodes]), values)
-        return np.cumsum(change)[:-1]
+            return np.zeros(len(self.times))
+        first = np.concatenate([self.loads[node].first for node in nodes])
+        last = np.concatenate([self.loads[node].last for node in nodes])
+        return sums_over_time(first, last, np.concatenate([amounts[node] for node in nodes]), len(self.times))
 
     def usage_of(self, positions: dict[int, int]) -> Array:
         """Usage of the alive nodes at every time point; `positions` index into each node's labels."""

@@ -17,6 +17,7 @@ from autopar.search.capacity import crowded_times, oversized
 from autopar.search.network import Array, Network, Step
 
 DOMINANCE_CELLS = 3_200_000
+_GROWTH = 1.5  # the factor by which eliminating a node of degree two may increase the number of pairs
 
 
 class Deadend(Exception):
@@ -31,22 +32,19 @@ class Overfull(Exception):
         super().__init__()
 
 
-def presolve(
-    network: Network, *, deadline: float = np.inf, growth: float = 1.5, dominance_cells: int = DOMINANCE_CELLS
-) -> None:
+def presolve(network: Network, *, deadline: float = np.inf, dominance_cells: int = DOMINANCE_CELLS) -> None:
     """Reduce to a fixed point, or until `deadline` (`time.monotonic` seconds); raises `Deadend` and `Overfull`.
 
-    `growth` bounds by what factor eliminating a node of degree two may increase the number of pairs;
-    `dominance_cells`, the three-way table (strategies by strategies by pairs) that a dominance test may build.
+    `dominance_cells` bounds the three-way table (strategies by strategies by pairs) that a dominance test may build.
     """
-    Reducer(network, deadline, growth, dominance_cells).run()
+    Reducer(network, deadline, dominance_cells).run()
 
 
 class Reducer:
     """One run of the reductions over one network; holds the queues of what to look at again."""
 
-    def __init__(self, network: Network, deadline: float, growth: float, dominance_cells: int) -> None:
-        self.network, self.deadline, self.growth = network, deadline, growth
+    def __init__(self, network: Network, deadline: float, dominance_cells: int) -> None:
+        self.network, self.deadline = network, deadline
         self.dominance_cells = dominance_cells
         self.edges: deque[tuple[int, int]] = deque()
         self.queued: set[tuple[int, int]] = set()
@@ -212,7 +210,7 @@ class Reducer:
             return False
         before = own * (left + right)
         extra = 0 if second in network.links[first] else left * right
-        return extra <= self.growth * before
+        return extra <= _GROWTH * before
 
     def drop_dominated(self) -> bool:
         """Drop strategies that another one of the same node beats, whatever the neighbours choose."""

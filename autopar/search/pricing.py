@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import sparse
 
-from autopar.search.network import Array, Network
+from autopar.search.network import Array, Network, sums_over_time
 
 
 class Pricing:
@@ -20,7 +20,6 @@ class Pricing:
         self.place = {node: index for index, node in enumerate(self.nodes)}
         self.sizes = np.array([network.size(node) for node in self.nodes], dtype=np.int64)
         self.bounds = np.concatenate([[0], np.cumsum(self.sizes)])
-        self.owner = np.repeat(np.arange(len(self.nodes)), self.sizes)
         self.offset = network.offset
         self.capacity = network.capacity
         unary = [network.unary[node] for node in self.nodes]
@@ -57,9 +56,7 @@ class Pricing:
 
     def profile(self, first: Array, last: Array, amounts: Array) -> Array:
         """What rows that use `amounts` over [first, last) add up to at every time point."""
-        points = len(self.capacity) + 1
-        change = np.bincount(first, amounts, points) - np.bincount(last, amounts, points)
-        return np.cumsum(change)[:-1]
+        return sums_over_time(first, last, amounts, len(self.capacity))
 
 
 def ranges(starts: Array, lengths: Array) -> Array:

@@ -7,7 +7,6 @@ the solver.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -147,21 +146,6 @@ def best_even_cut(problem: StageProblem) -> tuple[Cut, CutCost] | None:
     priced = [(cut, evaluate_cut(problem, cut)) for cut in even_cuts(problem)]
     sound = [item for item in priced if not item[1].violations]
     return min(sound, key=lambda item: item[1].step_s) if sound else None
-
-
-def brute_force(problem: StageProblem) -> tuple[Cut, CutCost]:
-    """The best of all cuts, by trying them: for tests."""
-    best: tuple[Cut, CutCost] | None = None
-    for inner in itertools.product((False, True), repeat=problem.layers - 1):
-        ends = (*(place + 1 for place, cut in enumerate(inner) if cut), problem.layers)
-        for options in itertools.product(range(len(problem.options)), repeat=len(ends)):
-            cut = Cut(ends, options)
-            cost = evaluate_cut(problem, cut)
-            if not cost.violations and (best is None or cost.step_s < best[1].step_s):
-                best = cut, cost
-    if best is None:
-        raise infeasible(problem)
-    return best
 
 
 def infeasible(problem: StageProblem) -> InfeasibleProblemError:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost_models.pipeline import StageTimes
-from autopar.errors import AutoparError, InfeasibleProblemError
+from autopar.errors import InfeasibleProblemError, MemoryLimitError, ScheduleError
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import GENERATORS, Request
-from autopar.schedules.memory import StageMemory, peaks
+from autopar.schedules.memory import StageMemory, check_memory
 from autopar.schedules.timing import longest_rank_seconds, simulate_schedule
 from autopar.search.stage_bounds import step_bound
 from autopar.search.stage_ilp import CutSolution, solve_cut
@@ -211,8 +211,7 @@ def simulated_step_seconds(problem: StageProblem, cut: Cut, name: str) -> float 
     request = Request(len(cut.ends), problem.microbatches, times=times)
     try:
         schedule: Schedule = GENERATORS[name].make(request)  # transfers would change neither times nor memory here
-    except AutoparError:
-        return None
-    if any(peak.bytes > limit * (1 + 1e-9) for peak, limit in zip(peaks(schedule, memory), limits, strict=True)):
+        check_memory(schedule, memory, limits)
+    except (ScheduleError, MemoryLimitError):
         return None
     return longest_rank_seconds(simulate_schedule(schedule, times)) + sync_s

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from autopar.search.evaluation import evaluate
 from autopar.search.ilp import solve_by_ilp
 from autopar.search.presolve import DOMINANCE_CELLS
 from autopar.search.problem import FORBIDDEN, Problem
+from autopar.search.registry import solve
 from autopar.search.solution import Solution
 
 RADIUS = 4  # edges around what changed: in a transformer, the ops of the sub-layer
@@ -32,21 +35,22 @@ def solve_again(
     """The solution of a problem of which `before` was one until the nodes `changed` were.
 
     As exact as `solve`: what is found around the change is where the `ilp` strategy starts, and since that is close to
-    the optimum, its bounds drop at once what dominance tests would drop at length. Raises `InfeasibleProblemError`.
+    the optimum, its bounds drop at once what dominance tests would drop at length. Looking around the change takes no
+    more than half of the time. Raises `InfeasibleProblemError`.
     """
-    start = solve_around(problem, before, changed, time_limit_s=time_limit_s, seed=seed)
-    cells = DOMINANCE_CELLS if start is None else 0
-    solution = solve_by_ilp(problem, time_limit_s, seed, start=start, gap=gap, dominance_cells=cells)
-    cost = evaluate(problem, solution.choice)
-    bound = min(solution.bound, cost) if not math.isnan(solution.bound) else -math.inf
-    return replace(solution, cost=cost, bound=bound, strategy="ilp")
+    started = time.monotonic()
+    start = solve_around(problem, before, changed, time_limit_s=0.5 * time_limit_s, seed=seed)
+    strategy = partial(solve_by_ilp, dominance_cells=DOMINANCE_CELLS if start is None else 0)
+    left = max(0.0, time_limit_s - (time.monotonic() - started))
+    return solve(problem, strategy=strategy, time_limit_s=left, seed=seed, start=start, gap=gap)
 
 
 def solve_around(
-    problem: Problem, before: Sequence[int], changed: Iterable[int], *, time_limit_s: float = 10.0, seed: int = 0
+    problem: Problem, before: Sequence[int], changed: Iterable[int], *, time_limit_s: float, seed: int
 ) -> tuple[int, ...] | None:
     """The best choice that differs from `before` only within a few edges of `changed`; None where none is feasible."""
     seeds = tuple(changed)
+    deadline = time.monotonic() + time_limit_s
     for radius in (RADIUS, WIDER):
         near = neighbours(problem, seeds, radius)
         costs = list(problem.costs)
@@ -54,7 +58,7 @@ def solve_around(
             if node not in near:
                 costs[node] = np.where(np.arange(len(costs[node])) == pick, costs[node], float(FORBIDDEN))
         try:
-            solution = solve_by_ilp(replace(problem, costs=tuple(costs)), time_limit_s, seed)
+            solution = solve_by_ilp(replace(problem, costs=tuple(costs)), max(0.0, deadline - time.monotonic()), seed)
         except InfeasibleProblemError:
             continue
         if math.isfinite(evaluate(problem, solution.choice)):

@@ -139,7 +139,7 @@ class _Assigner:
                 node = waiting.pop()
                 if self._is_only_summed(node, result):
                     self.sums.add(node)
-                    waiting.extend(reversed(node.args[:2]))  # type: ignore[arg-type]
+                    waiting.extend(item for item in reversed(node.args) if isinstance(item, fx.Node))
                 else:
                     leaves.append(node)
             found[output.name] = leaves

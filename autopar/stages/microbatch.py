@@ -15,12 +15,12 @@ from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput
 from autopar.errors import MicrobatchError
 from autopar.fake_calls import FakeCalls
 from autopar.passes.collectives import is_collective
-from autopar.passes.copy_graph import copy_node
+from autopar.passes.copy_graph import copy_node, graph_of, with_ancestors
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.localize import fake_mode_of, localize
 from autopar.passes.moves import move
 from autopar.sharding.assignment import Assignment, is_getitem
-from autopar.sharding.layout import REPLICATE, format_placement, is_partial, shard_dim
+from autopar.sharding.layout import REPLICATE, format_placement, shard_dim
 from autopar.sharding.op_call import op_name, tensor_inputs
 from autopar.sharding.rules.creation import OFFSET
 from autopar.sharding.strategies import Strategy
@@ -156,9 +156,9 @@ class _Cutter:
                     f"the buffer {item.name!r} is computed from the whole batch",
                     fix="use microbatches=1, or eval() for the module that writes it",
                 )
-            if is_partial(placement) and placement.reduce_op != "sum":  # type: ignore[attr-defined]
+            if isinstance(placement, Partial) and placement.reduce_op != "sum":
                 raise MicrobatchError(
-                    f"the output {item.name!r} is a {placement.reduce_op} over the whole batch",  # type: ignore[attr-defined]
+                    f"the output {item.name!r} is a {placement.reduce_op} over the whole batch",
                     fix="use microbatches=1, or compute it outside of the model",
                 )
 
@@ -245,18 +245,10 @@ class _Cutter:
 
     def _early_graph(self, names: list[str]) -> fx.GraphModule:
         """The early values of the whole inputs, in the order of `names`."""
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        needed, waiting = set[fx.Node](), [self.nodes[name] for name in names]
-        while waiting:
-            node = waiting.pop()
-            if node not in needed:
-                needed.add(node)
-                waiting.extend(node.all_input_nodes)
-        for node in self.program.graph_module.graph.nodes:
-            if node in needed:
-                copies[node] = copy_node(graph, node, copies)
-        graph.output(tuple(copies[self.nodes[name]] for name in names))
-        return LazyGraphModule(torch.nn.Module(), graph)
+        results = [self.nodes[name] for name in names]
+        needed = with_ancestors(results)
+        nodes = [node for node in self.program.graph_module.graph.nodes if node in needed]
+        return LazyGraphModule(torch.nn.Module(), graph_of([], nodes, results))
 
 
 def _unused(key: str, seen: set[str]) -> str:

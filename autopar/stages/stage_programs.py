@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,6 @@ from torch import fx
 
 from autopar.capture.program import BETWEEN_STAGES, InputKind, OutputKind, Program, ProgramInput, ProgramOutput
 from autopar.passes.copy_graph import copy_node
-from autopar.sharding.assignment import is_getitem
 from autopar.stages.assign import StageAssignment, size_of
 from autopar.torch_compat import LazyGraphModule
 
@@ -33,13 +32,10 @@ def is_boundary(name: str) -> bool:
 class StageProgram:
     """One stage: a program whose inputs besides the usual ones are ARRIVING values and TANGENTs of other stages, and
     whose outputs besides the usual ones are LEAVING values and boundary GRADIENTs.
-
-    `outputs`: for each output of the whole program, its place among this stage's, where the stage makes it or a part.
     """
 
     index: int
     program: Program
-    outputs: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ class _Stage:
         program = replace(
             whole, graph_module=gm, inputs=tuple(self.inputs), outputs=outputs, tied=(), constants=constants
         )
-        return StageProgram(self.index, program, self._places(outputs))
+        return StageProgram(self.index, program)
 
     def _results(self) -> list[tuple[ProgramOutput, list[fx.Node]]]:
         """This stage's outputs: the user's, what leaves, buffers, gradients."""
@@ -205,13 +201,6 @@ class _Stage:
         mine += [(ProgramOutput(OutputKind.LEAVING, boundary_name(node)), [node]) for node in splitter.leaving(own)]
         mine += [(ProgramOutput(OutputKind.GRADIENT, boundary_name(node)), [node]) for node in splitter.given_back(own)]
         return sorted(mine, key=lambda pair: order.get(pair[0].kind, 3))
-
-    def _places(self, outputs: tuple[ProgramOutput, ...]) -> dict[int, int]:
-        places = {(output.kind, output.name): index for index, output in enumerate(outputs)}
-        whole = enumerate(self.splitter.program.outputs)
-        return {
-            index: places[output.kind, output.name] for index, output in whole if (output.kind, output.name) in places
-        }
 
     def _is_foreign(self, node: fx.Node) -> bool:
         return self.splitter.stage.get(node, self.index) != self.index
@@ -262,10 +251,3 @@ class _Stage:
             total.meta.update({**meta, "val": nodes[0].meta["val"], "phase": "backward"})
             total.meta["key"] = f"{meta['key']}.sum{number}"
         return total
-
-
-def nodes_of(stage: StageProgram) -> Iterator[fx.Node]:
-    """The ops of a stage."""
-    return (
-        node for node in stage.program.graph_module.graph.nodes if node.op == "call_function" and not is_getitem(node)
-    )

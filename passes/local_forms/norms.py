@@ -20,8 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank: `source` is the input, `statistic` an output or input of a value per group, by number of
-    the tensor among those of the call."""
+    """The groups of this rank's part of a tensor whose channels are divided into groups."""
 
     local: LocalCall
     batch: int

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,7 +59,6 @@ def test_an_expert_parallel_layer_computes_what_one_device_computes(
 
 def mixtral() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Two layers of Mixtral, with its auxiliary loss."""
-    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
     config = transformers.MixtralConfig(**sizes, **heads, output_router_logits=True, attn_implementation="eager")

@@ -14,7 +14,7 @@ import autopar
 from autopar.capture.precision import Precision
 from autopar.capture.program import InputKind, OutputKind
 from autopar.capture.trace import capture
-from autopar.errors import UnsupportedOptionError
+from autopar.errors import ConstraintError, UnsupportedOptionError
 from tests.gloo import run_on_ranks
 
 
@@ -116,6 +116,18 @@ def test_a_tensor_parallel_plan_does_not_gather_the_weights_that_it_casts() -> N
 def test_gradients_are_summed_wide_where_the_policy_says_so() -> None:
     assert reduced_bytes("bf16-wide") == reduced_bytes(None) == 2 * reduced_bytes("bf16")
     report = autopar.verify(Model(), (2,), example_inputs=batch(), precision="bf16-wide")
+    assert report.ok, report.table
+
+
+def test_a_plan_that_sums_narrow_is_not_followed_where_the_policy_says_wide() -> None:
+    made = autopar.make_plan(Model(), (2,), example_inputs=batch(), search="ddp", precision="bf16")
+    with pytest.raises(ConstraintError, match="before they are widened"):
+        autopar.make_plan(Model(), (2,), example_inputs=batch(), plan=made, precision="bf16-wide")
+
+
+@pytest.mark.parametrize("search", ["ddp", "fsdp", "megatron"])
+def test_a_hand_plan_sums_wide_where_the_policy_says_so(search: str) -> None:
+    report = autopar.verify(Model(), (2, 2), example_inputs=batch(), search=search, precision="bf16-wide")
     assert report.ok, report.table
 
 

@@ -66,6 +66,10 @@ def test_stages_answer_for_themselves() -> None:
     text = made().explain("2.weight")
     assert text.startswith("stage 1, one microbatch:\n2.weight") and "what else there was" in text
     assert "nothing in the plan matches" in made().explain("no.such")
+    assert [item.to_json()["stage"] for item in made().explanations("2.weight")] == [1]
+    for question in (lambda: made().frontier, made().simulate):
+        with pytest.raises(PlanError, match="this plan has stages"):
+            question()
     with pytest.raises(PlanError, match="this plan has stages") as caught:
         made().what_if(pin={"2.weight": "R"})
     assert "plan.stages[0].plan" in caught.value.fix

@@ -98,10 +98,7 @@ def activation_of(module: Any, dtype: torch.dtype) -> str | None:
         return None
     gates = 2 if module.has_gate else 1
     with outside_tracing(), torch.no_grad():
-        try:
-            return _ActivationWriter(module, gates, dtype).write()
-        except Exception:  # of a layer's own code on the sample: then it is not of the usual structure
-            return None
+        return _ActivationWriter(module, gates, dtype).write()
 
 
 class _ActivationWriter(Writer):
@@ -116,13 +113,20 @@ class _ActivationWriter(Writer):
         self._gates = [split[:, gate].contiguous() for gate in range(gates)]
         self._name(self._sample)
 
-    def write(self) -> str:
+    def write(self) -> str | None:
+        """The text; None where the layer's own code does something else."""
         run = self._module._apply_gate if self._module.has_gate else self._module.act_fn
-        with self:
-            result = run(self._sample)
+        try:
+            with self:
+                result = run(self._sample)
+        except Exception:  # whatever the layer's code raises on the sample
+            return None
         if not isinstance(result, Tensor) or result.shape != SAMPLE_SHAPE:
-            raise NotPointwiseError("the activation changes the shape")
-        return self.text([result])
+            return None
+        try:
+            return self.text([result])
+        except NotPointwiseError:
+            return None
 
     def is_structure(self, func: Any, args: Any, value: Any) -> bool:
         tensors = [item for item in args if isinstance(item, Tensor)]

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.replacements.draw import Draw
 from autopar.ops.batch_norm import channel_count, statistics_dtype
+from autopar.torch_compat import apply_function
 
 ops = torch.ops.autopar
 
@@ -62,7 +63,7 @@ class _Normalize(torch.autograd.Function):
 
 def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x normalized per channel, its mean and its biased variance."""
-    value, mean, variance = _Normalize.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    value, mean, variance = apply_function(_Normalize, x, weight, bias, eps)
     return value, mean, variance
 
 
@@ -160,9 +161,9 @@ def _synchronized_forward(self: _BatchNorm, input: Tensor) -> Tensor:
         return _BatchNorm.forward(self, input)
     assert isinstance(self.num_batches_tracked, Tensor)
     self.num_batches_tracked.add_(1)
-    momentum = 1.0 / self.num_batches_tracked
+    momentum: Any = 1.0 / self.num_batches_tracked  # a tensor, which `batch_norm` above takes
     stats = (self.running_mean, self.running_var)
-    return F.batch_norm(input, *stats, self.weight, self.bias, True, momentum, self.eps)  # type: ignore[arg-type]
+    return F.batch_norm(input, *stats, self.weight, self.bias, True, momentum, self.eps)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,9 +73,7 @@ class Call:
 
     def run_backward(self, tangents: Mapping[str, Tensor]) -> None:
         """Run the backward half."""
-        self.worker.batch = type(self.worker.batch)(
-            self.worker.batch.inputs, self.worker.batch.buffers, tangents, self.worker.batch.seed
-        )
+        self.worker.batch = replace(self.worker.batch, tangents=tangents)
         self.bound.follow(self.worker, [it for it in self.bound.actions if it.kind in BACKWARD])
         self.gradients = self.bound.parameter_gradients(self.worker)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.program import InputKind, Program
 from autopar.capture.trace import Model, as_module
-from autopar.errors import InputError, UninitializedError, UnsupportedOptionError
+from autopar.errors import InputError, UnsupportedOptionError
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.initialise import initialise, is_meta
-from autopar.runtime.inputs import call_key, modes_now, user_tensors
-from autopar.runtime.mirror import Container, mirror, training_flags, training_of
+from autopar.runtime.inputs import user_tensors
+from autopar.runtime.mirror import Container, mirror, training_of
 from autopar.runtime.parallel_module import ParallelModule
-from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of
+from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of, replicated_buffer
 from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
 from autopar.runtime.pipeline.gathered import Gathered
 from autopar.runtime.pipeline.rank import PipelineRank
@@ -30,8 +30,10 @@ from autopar.runtime.pipeline.run import BoundPipeline, parameter_names
 from autopar.runtime.pipeline.step import PipelineStep
 from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
+from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike
 from autopar.sharding.layout import Layout, replicated
+from autopar.torch_compat import apply_function
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,16 @@ class PipelineCompiler(Protocol):
         """
 
 
-@dataclass
-class _Session:
-    model: nn.Module
-    mesh: DeviceMesh
+@dataclass(kw_only=True)
+class _PipelineSession(Session):
+    """What a PipelineModule remembers besides its tensors."""
+
     compiler: PipelineCompiler
-    ranks: RankGroup
     place: PipelineRank
     steps: dict[str, tuple[BoundPipeline, PlanLike]] = field(default_factory=dict)
     first: str = ""  # the key of the step that the parameters were laid out for
-    seed: int = 0
-    calls: int = 0
     outputs_everywhere: bool = False
-    missing: tuple[str, ...] = ()
+    may_be_empty: bool = False  # on all ranks or none: a tensor of a meta model may have no values yet
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)  # by stage
 
 
@@ -94,21 +93,16 @@ class PipelineModule(ParallelModule):
         """`optimizer`: makes the optimizers that `train_step` owns, one for each stage."""
         Container.__init__(self)
         module = as_module(model)
-        ranks = RankGroup(mesh)
-        session = _Session(module, mesh, compiler, ranks, PipelineRank(mesh, axis))
+        place = PipelineRank(mesh, axis)
+        session = _PipelineSession(module, mesh, RankGroup(mesh), compiler=compiler, place=place)
         self.__dict__["_autopar"] = session
+        session.check_call(model_key(module))
         args, kwargs = example_inputs
-        compiled = compiler.compile_pipeline(module, args, kwargs, like=None)
-        ranks.agree("the plan", compiled.plan.hash)
-        bound = ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
+        bound, plan = self._staged(args, kwargs, like=None)
         parameters, buffers = self._distributed(bound)
         mirror(module, self, parameters, buffers)
-        key, error = self._key(args, kwargs)
-        session.seed = ranks.check_call(key)
-        if error is not None:
-            raise error
-        session.first = key
-        session.steps[key] = bound, compiled.plan
+        session.first = self._agreed_key(args, kwargs)
+        session.steps[session.first] = bound, plan
         if optimizer is not None:
             self._make_optimizers(bound, optimizer)
 
@@ -117,11 +111,11 @@ class PipelineModule(ParallelModule):
         for stage, variants in bound.variants.items():
             trained = [own[name] for name in parameter_names(variants[0]) if own[name].requires_grad]
             if trained:
-                self._session.optimizers[stage] = factory(trained)
+                self._pipeline.optimizers[stage] = factory(trained)
 
     @property
     def plan(self) -> PlanLike:
-        return self._session.steps[self._session.first][1]
+        return self._pipeline.steps[self._pipeline.first][1]
 
     @property
     def program(self) -> Program:
@@ -146,37 +140,45 @@ class PipelineModule(ParallelModule):
     @property
     def stage_mesh(self) -> DeviceMesh:
         """The ranks that share this rank's stages: the mesh of its parameters."""
-        return self._session.place.stage_mesh
+        return self._pipeline.place.stage_mesh
 
     @property
     def pipeline_group(self) -> Any:
         """The process group of the ranks at this rank's place of all stages."""
-        return self._session.place.group
+        return self._pipeline.place.group
 
     @property
     def _first(self) -> BoundPipeline:
-        return self._session.steps[self._session.first][0]
+        return self._pipeline.steps[self._pipeline.first][0]
 
     @property
-    def _session(self) -> _Session:  # type: ignore[override]
-        return cast(_Session, self.__dict__["_autopar"])
+    def _pipeline(self) -> _PipelineSession:
+        return cast(_PipelineSession, self._session)
 
     @contextmanager
     def outputs_everywhere(self) -> Iterator[None]:
         """In here outputs beside a loss, too, are given in full to every rank."""
-        before = self._session.outputs_everywhere
-        self._session.outputs_everywhere = True
+        before = self._pipeline.outputs_everywhere
+        self._pipeline.outputs_everywhere = True
         try:
             yield
         finally:
-            self._session.outputs_everywhere = before
+            self._pipeline.outputs_everywhere = before
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> NoReturn:
         raise UnsupportedOptionError(
             "a pipeline adds up its microbatches' gradients by itself", fix="give it larger batches, more microbatches"
         )
-        yield
+
+    @property
+    def expert_load(self) -> NoReturn:
+        raise UnsupportedOptionError(
+            "a pipeline does not count the tokens of its experts",
+            fix="count on a mesh without a pipeline axis",
+        )
+
+    def reset_expert_load(self) -> None:
+        """Nothing is counted."""
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do: the parameters lie as planned from the start."""
@@ -187,14 +189,14 @@ class PipelineModule(ParallelModule):
         With an asynchronous schedule each microbatch is a batch of its own, and meets the weights that the schedule
         gives it; all updates are made when this returns. With a synchronous one it is the usual loop in one call.
         """
-        session = self._session
+        session = self._pipeline
         if not session.optimizers:
             raise UnsupportedOptionError(
                 "train_step owns the optimizer, and has none", fix="give autopar.compile optimizer=, a class or factory"
             )
         if self._first.step.schedule.synchronous:
             loss = self._loss_of(self(*args, **kwargs))
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             for optimizer in session.optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
@@ -226,14 +228,14 @@ class PipelineModule(ParallelModule):
             if value is not None:
                 gradient = value[0] / count if count > 1 else value[0]
                 held.grad = as_dtensor(gradient.contiguous(), self.stage_mesh, layout_of(held), held.shape)
-        if stage in self._session.optimizers:
-            self._session.optimizers[stage].step()
-            self._session.optimizers[stage].zero_grad()
+        if stage in self._pipeline.optimizers:
+            self._pipeline.optimizers[stage].step()
+            self._pipeline.optimizers[stage].zero_grad()
 
     def _worker(
         self, bound: BoundPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, update: Update | None
     ) -> Worker:
-        tensors = user_tensors(args, kwargs)
+        tensors = self._call_tensors(args, kwargs)
         return bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,117 +246,105 @@ class PipelineModule(ParallelModule):
                 fix="train with pmodel.train_step(*inputs); call the module under torch.no_grad()",
             )
         bound = self._bound_for(args, kwargs)
-        if self._session.missing:
-            raise UninitializedError(
-                f"{len(self._session.missing)} tensors of the meta model have no values",
-                fix="give their modules reset_parameters() or an _init_weights",
-            )
+        self._check_initialized()
         seed = self.next_seed
         self._session.calls += 1
         call = self._call(bound, self._worker(bound, args, kwargs, seed, None))
         if bound.has_gradients and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True, device=self._session.mesh.device_type)
-            outputs = PipelineFunction.apply(call, anchor, *call.differentiated)  # type: ignore[no-untyped-call]
+            outputs = apply_function(PipelineFunction, call, anchor, *call.differentiated)
         else:
             with torch.no_grad():
                 outputs = call.run_forward()
         return result_of(call, outputs)
 
+    def _check_initialized(self) -> None:
+        """On all ranks or on none, as they hold different tensors."""
+        session = self._pipeline
+        if session.may_be_empty:
+            session.ranks.all_succeed(super()._check_initialized)
+            session.may_be_empty = False
+
     def _call(self, bound: BoundPipeline, worker: Worker) -> Call:
-        everywhere = self._session.outputs_everywhere
+        everywhere = self._pipeline.outputs_everywhere
         return Call(bound, worker, self._parameters_by_name(), dict(self.named_buffers()), everywhere)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of all parameters, of all stages, in full on every rank: for comparing and debugging."""
-        place = self._session.place
-        own = dict(self.named_parameters())
-        found = {}
+        place = self._pipeline.place
+        own, known = dict(self.named_parameters()), dict(self._session.model.named_parameters())
+        found, device = {}, self._session.mesh.device_type
         for name, rank in self._holders().items():
             held = own.get(name)
-            has = torch.tensor(int(held is not None and held.grad is not None), device=self._session.mesh.device_type)
+            has = torch.tensor(int(held is not None and held.grad is not None), device=device)
             if not int(place.broadcast(has, rank)):
                 continue
             if place.rank == rank:
                 assert held is not None
                 full = cast(DTensor, held.grad).full_tensor().contiguous()
             else:
-                shape = dict(self._session.model.named_parameters())[name]
-                full = torch.empty(shape.shape, dtype=shape.dtype, device=self._session.mesh.device_type)
+                full = torch.empty(known[name].shape, dtype=known[name].dtype, device=device)
             found[name] = place.broadcast(full, rank)
         return found
 
     def counted_parameters(self) -> set[str]:
         """This rank's parameters but those that an earlier stage's rank has too: each counts once in all."""
-        return {name for name, rank in self._holders().items() if rank == self._session.place.rank}
+        return {name for name, rank in self._holders().items() if rank == self._pipeline.place.rank}
 
     def over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """The norm of what all stages have, from this rank's own."""
         greatest = norm_type == float("inf")
         value = norm.detach().clone() if greatest else norm.detach() ** norm_type
-        if len(self._session.place.line) > 1:
+        if len(self._pipeline.place.line) > 1:
             reduce_op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
             dist.all_reduce(value, reduce_op, group=self.pipeline_group)
         return value if greatest else value ** (1.0 / norm_type)
 
     def _holders(self) -> dict[str, int]:
         """By parameter, the first pipeline rank that holds it."""
-        step = self._first.step
-        ranks = {
-            item.name: step.schedule.rank_of(stage.index)
-            for stage in reversed(step.staged.stages)
-            for item in stage.program.inputs
-            if item.kind is InputKind.PARAMETER
-        }
+        ranks = self._first.step.parameter_ranks
         return {name: ranks.get(name, 0) for name, _ in self._session.model.named_parameters()}
 
     def _bound_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundPipeline:
-        session = self._session
-        key, error = self._key(args, kwargs)
-        seed = session.ranks.check_call(key)
-        if error is not None:
-            raise error
-        if seed != session.seed:
-            session.seed, session.calls = seed, 0
+        session, key = self._pipeline, self._agreed_key(args, kwargs)
         if key not in session.steps:
             with training_of(self, session.model):
-                compiled = session.compiler.compile_pipeline(session.model, args, kwargs, like=self._first.step)
-            session.ranks.agree("the plan", compiled.plan.hash)
-            bound = session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
-            session.steps[key] = bound, compiled.plan
+                session.steps[key] = self._staged(args, kwargs, like=self._first.step)
         return session.steps[key][0]
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, InputError | None]:
-        """As a ParallelModule's; which parameters are trained is read from the original, which all ranks have."""
-        frozen = [parameter.requires_grad for parameter in self._session.model.parameters()]
-        modes = modes_now(training_flags(self), frozen, ("cpu", self._session.mesh.device_type))
-        try:
-            tensors = user_tensors(args, kwargs)
-            if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-                raise InputError("a pipeline takes whole batches", fix="pass plain tensors, the same on every rank")
-            return call_key(args, kwargs, modes), None
-        except InputError as error:
-            return f"error {error}", error
+    def _staged(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: PipelineStep | None
+    ) -> tuple[BoundPipeline, PlanLike]:
+        """A call captured, planned and staged, by all ranks alike."""
+        session = self._pipeline
+        compiled = session.compiler.compile_pipeline(session.model, args, kwargs, like=like)
+        session.ranks.agree("the plan", compiled.plan.hash)
+        return session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place)), compiled.plan
+
+    def _trainable(self) -> Iterable[nn.Parameter]:
+        """Those of the original, of which every rank has all."""
+        return self._session.model.parameters()
+
+    def _call_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        tensors = user_tensors(args, kwargs)
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            raise InputError("a pipeline takes whole batches", fix="pass plain tensors, the same on every rank")
+        return tensors
 
     def _distributed(self, bound: BoundPipeline) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """This rank's parameters, laid out as planned, and all buffers, with the first rank's values."""
-        session, place = self._session, self._session.place
+        session, place = self._pipeline, self._pipeline.place
         model, mesh = session.model, place.stage_mesh
         layouts: dict[str, Layout] = {}
         for variants in bound.variants.values():
             for item in variants[0].program.inputs:
                 if item.kind is InputKind.PARAMETER:
                     layouts[item.name] = variants[0].input_layout(item.node)
-        owners = {
-            item.name: bound.step.schedule.rank_of(stage.index)
-            for stage in reversed(bound.step.staged.stages)
-            for item in stage.program.inputs
-            if item.kind is InputKind.PARAMETER
-        }
+        read = bound.step.parameter_ranks
         for name, _ in model.named_parameters():  # what no stage reads stays on the first
-            if name not in owners and place.rank == 0:
+            if name not in read and place.rank == 0:
                 layouts[name] = replicated(mesh.ndim)
-        made = initialise(model, mesh, layouts, torch.initial_seed()) if is_meta(model) else None
-        session.missing = tuple(sorted(made.missing)) if made is not None else ()
+        made = initialise(model, mesh, layouts, session.seed) if is_meta(model) else None
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
@@ -368,19 +358,14 @@ class PipelineModule(ParallelModule):
                 parameters[name] = distributed_parameter(value, mesh, layouts[name])
         for name, buffer in model.named_buffers():
             filled = made.buffers.get(name) if made is not None else None
-            value = buffer.detach() if filled is None else filled
-            value = value.to(session.mesh.device_type).clone(memory_format=torch.contiguous_format)
-            buffers[name] = _from_first_of_all(value, session.mesh)
+            buffers[name] = replicated_buffer(buffer if filled is None else filled, session.mesh)
+        missing = made.missing if made is not None else frozenset[str]()
+        known: dict[str, Tensor] = {**buffers, **parameters}
+        session.note_empty({name: known[name] for name in missing if name in known})
+        session.may_be_empty = bool(missing)
         return parameters, buffers
 
     def __repr__(self) -> str:
-        session = self._session
+        session = self._pipeline
         stages = self._first.step.schedule.stages_of(session.place.rank)
         return f"PipelineModule({type(session.model).__name__}, mesh={tuple(session.mesh.shape)}, stages={stages})"
-
-
-def _from_first_of_all(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    for axis, ranks in enumerate(mesh.shape):
-        if ranks > 1:
-            dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
-    return value

@@ -16,7 +16,7 @@ from autopar.runtime.pipeline.gathered import OutputKey
 from autopar.runtime.pipeline.lanes import RealLane, Value
 from autopar.runtime.pipeline.rank import PipelineRank
 from autopar.runtime.pipeline.stage import StageVariant
-from autopar.runtime.pipeline.step import PipelineStep, early_values, joined
+from autopar.runtime.pipeline.step import PipelineStep, early_values, whole_output
 from autopar.runtime.pipeline.weights import Update, Weights
 from autopar.runtime.pipeline.worker import Batch, Worker
 from autopar.runtime.step import geometry_of
@@ -109,12 +109,8 @@ class BoundPipeline:
 
     def _full(self, worker: Worker, stage: int, key: OutputKey) -> Tensor:
         """An output of one of this rank's stages, of all microbatches, in full."""
-        parts = {}
-        for item, value in worker.gathered.outputs[key].items():
-            variant = self.variants[stage][self.step.staged.variant_of[item]]
-            output = next(it for it in variant.program.outputs if (it.kind, it.name) == key)
-            parts[item] = self.lane.full(value, variant.output_layouts[output], variant.output_shapes[output])
-        return joined(self.step.staged, key, parts)
+        parts = worker.gathered.outputs[key]
+        return whole_output(self.step.staged, self.variants[stage], self.lane, key, parts)
 
     def parameter_gradients(self, worker: Worker) -> dict[str, DTensor]:
         """The gradients of this rank's parameters, as their DTensors; those that stages share are summed over them."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput, ProgramOutput
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.split_weights import SplitBackward, split_weights
+from autopar.runtime.bound_step import placeholder_names
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
@@ -43,11 +44,11 @@ class StageVariant:
 
     @cached_property
     def forward_names(self) -> list[str]:
-        return placeholders(self.forward[0])
+        return placeholder_names(self.forward[0])
 
     @cached_property
     def backward_names(self) -> list[str]:
-        return placeholders(self.backward[0]) if self.backward else []
+        return placeholder_names(self.backward[0]) if self.backward else []
 
     @cached_property
     def early_outputs(self) -> tuple[ProgramOutput, ...]:
@@ -114,7 +115,3 @@ class StageVariant:
             }
             for lane in self.lanes
         ]
-
-
-def placeholders(gm: fx.GraphModule) -> list[str]:
-    return [node.name for node in gm.graph.nodes if node.op == "placeholder"]

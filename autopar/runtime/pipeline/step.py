@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import emit_ranks
+from autopar.runtime.pipeline.lanes import Lanes, Value
 from autopar.runtime.pipeline.stage import StageVariant
+from autopar.runtime.strided import Strided
 from autopar.schedules.actions import Schedule
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import shard_dim
@@ -38,6 +40,16 @@ class PipelineStep:
             found.append(StageVariant(program, assignment, tuple(emit_ranks(program, assignment, geometries))))
         return tuple(found)
 
+    @property
+    def parameter_ranks(self) -> dict[str, int]:
+        """By parameter that a stage reads, the first pipeline rank that holds it."""
+        return {
+            item.name: self.schedule.rank_of(stage.index)
+            for stage in reversed(self.staged.stages)
+            for item in stage.program.inputs
+            if item.kind is InputKind.PARAMETER
+        }
+
 
 def early_values(
     staged: Staged, inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Tensor
@@ -55,21 +67,29 @@ def early_values(
     items = {item.node: item for item in staged.program.inputs}
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
-        results = _Strided(graph).run(*(known[items[name].kind][items[name].name] for name in names))
+        results = Strided(graph).run(*(known[items[name].kind][items[name].name] for name in names))
     order = list(dict.fromkeys(value.node for value in staged.microbatches.early_values))
     by_node = dict(zip(order, results, strict=True))
     return {value.name: by_node[value.node] for value in staged.microbatches.early_values}
 
 
-class _Strided(fx.Interpreter):
-    """Runs a graph on tensors whose strides may differ from those of its fake ones: views then copy."""
+def whole_output(
+    staged: Staged,
+    variants: Sequence[StageVariant],
+    lanes: Lanes,
+    key: tuple[OutputKind, str],
+    parts: Mapping[int, Value],
+) -> Tensor:
+    """An output of one stage, in full, from those of the microbatches. With real ranks, all of the stage take part."""
+    full = {}
+    for item, value in parts.items():
+        variant = variants[staged.variant_of[item]]
+        output = next(it for it in variant.program.outputs if (it.kind, it.name) == key)
+        full[item] = lanes.full(value, variant.output_layouts[output], variant.output_shapes[output])
+    return _joined(staged, key, full)
 
-    def call_function(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        aten = torch.ops.aten
-        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)  # type: ignore[arg-type]
 
-
-def joined(staged: Staged, key: tuple[OutputKind, str], parts: Mapping[int, Tensor]) -> Tensor:
+def _joined(staged: Staged, key: tuple[OutputKind, str], parts: Mapping[int, Tensor]) -> Tensor:
     """An output of the whole batch from those of the microbatches."""
     placement = staged.over_time[key]
     values = [parts[item] for item in sorted(parts)]

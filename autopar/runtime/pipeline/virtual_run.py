@@ -14,7 +14,7 @@ from autopar.capture.trace import tensor_leaves
 from autopar.runtime.memory_tracker import LockstepMemory
 from autopar.runtime.pipeline.channels import Mailbox
 from autopar.runtime.pipeline.lanes import Value, VirtualLanes
-from autopar.runtime.pipeline.step import PipelineStep, early_values, joined
+from autopar.runtime.pipeline.step import PipelineStep, early_values, whole_output
 from autopar.runtime.pipeline.weights import Update, Weights
 from autopar.runtime.pipeline.worker import Batch, Worker, drive
 from autopar.runtime.tangents import varied_tangents
@@ -101,10 +101,5 @@ class VirtualPipeline:
                 parts = {0: gathered.gradients[stage, name]}
             else:
                 parts = gathered.outputs[kind, name]
-            whole = {}
-            for item, value in parts.items():
-                variant = self.variants[stage][staged.variant_of[item]]
-                output = next(it for it in variant.program.outputs if (it.kind, it.name) == (kind, name))
-                whole[item] = lanes.full(value, variant.output_layouts[output], variant.output_shapes[output])
-            addends.append(joined(staged, (kind, name), whole))
+            addends.append(whole_output(staged, self.variants[stage], lanes, (kind, name), parts))
         return reduce(torch.add, addends) if len(addends) > 1 else addends[0]

@@ -91,10 +91,13 @@ class Problem:
         args = tuple(filled(value) for value in self.args)
         return args, {name: filled(value) for name, value in self.kwargs}
 
-    def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """The op's flat outputs."""
+    def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...] | None:
+        """The op's flat outputs; None where it does not run on such tensors."""
         args, kwargs = self.arguments(tensors)
-        value = self.target(*args, **kwargs)
+        try:
+            value = self.target(*args, **kwargs)
+        except Exception:  # whatever an op says to inputs that it cannot take
+            return None
         return (value,) if isinstance(value, torch.Tensor) else tuple(walk(value))
 
 

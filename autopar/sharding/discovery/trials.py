@@ -44,16 +44,23 @@ class Trial:
             self._pieces[key] = pieces(self.tensors[index], placement, self.ranks)
         return self._pieces[key]
 
-    def run_ranks(self, inputs: Sequence[Placement]) -> list[Outputs]:
-        """What each rank of one axis makes of its shards. Raises whatever the op raises on them."""
-        shards = [self.pieces(index, placement) for index, placement in enumerate(inputs)]
-        return [self.problem.run(list(rank)) for rank in zip(*shards, strict=True)]
+    def run_axis(self, inputs: Sequence[Placement]) -> list[Outputs] | None:
+        """What each rank of one axis makes of its shards; None where the op does not run on them."""
+        return self._run_all([self.pieces(index, placement) for index, placement in enumerate(inputs)])
 
+    def run_mesh(self, layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> list[Outputs] | None:
+        """What each rank of a mesh makes of its shards; None where the op does not run on them."""
+        pairs = zip(self.tensors, layouts, strict=True)
+        return self._run_all([distribute(tensor, layout, mesh_shape) for tensor, layout in pairs])
 
-def run_mesh(trial: Trial, layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> list[Outputs]:
-    """What each rank of a mesh makes of its shards. Raises whatever the op raises on them."""
-    shards = [distribute(tensor, layout, mesh_shape) for tensor, layout in zip(trial.tensors, layouts, strict=True)]
-    return [trial.problem.run(list(rank)) for rank in zip(*shards, strict=True)]
+    def _run_all(self, shards: Sequence[Sequence[Tensor]]) -> list[Outputs] | None:
+        found = []
+        for rank in zip(*shards, strict=True):
+            outputs = self.problem.run(list(rank))
+            if outputs is None or len(outputs) != len(self.expected):
+                return None
+            found.append(outputs)
+        return found
 
 
 def is_foretold(trial: Trial, inputs: Sequence[Layout]) -> bool:
@@ -61,14 +68,14 @@ def is_foretold(trial: Trial, inputs: Sequence[Layout]) -> bool:
 
     The shapes in an emitted program are those that it foretells.
     """
-    try:
-        shards = [
-            _last_shard(tensor, layout, trial.ranks) for tensor, layout in zip(trial.tensors, inputs, strict=True)
-        ]
-        made = list(map(_form, trial.problem.run(shards)))
-        return made == _foretold(trial.problem, shards, made)
-    except Exception:  # whatever the op, or its form on fake tensors, says to shards
+    shards = [_last_shard(tensor, layout, trial.ranks) for tensor, layout in zip(trial.tensors, inputs, strict=True)]
+    made = _forms(trial.problem.run(shards))
+    if made is None:
         return False
+    if _forms(trial.problem.run([shard.to("meta") for shard in shards])) == made:
+        return True  # what fake tensors tell too, in milliseconds
+    with FakeTensorMode() as mode:
+        return _forms(trial.problem.run([mode.from_tensor(shard) for shard in shards])) == made
 
 
 def _last_shard(tensor: Tensor, layout: Layout, ranks: int) -> Tensor:
@@ -80,21 +87,11 @@ def _last_shard(tensor: Tensor, layout: Layout, ranks: int) -> Tensor:
     return tensor.contiguous()
 
 
-def _foretold(problem: Problem, shards: Sequence[Tensor], made: list[object]) -> list[object]:
-    """What the op returns for tensors on the meta device; where that is not what it made, for fake ones, which take
-    milliseconds."""
-    try:
-        quick = list(map(_form, problem.run([shard.to("meta") for shard in shards])))
-    except Exception:  # whatever an op says to tensors of a device that it does not know
-        quick = []
-    if quick == made:
-        return quick
-    with FakeTensorMode() as mode:
-        return list(map(_form, problem.run([mode.from_tensor(shard) for shard in shards])))
-
-
-def _form(value: Tensor | None) -> object:
-    return None if value is None else (tuple(value.shape), value.dtype)
+def _forms(outputs: Outputs | None) -> list[object] | None:
+    """Shapes and dtypes."""
+    if outputs is None:
+        return None
+    return [(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None for value in outputs]
 
 
 def outputs_that_hold(trials: Sequence[Trial], inputs: Sequence[Placement]) -> tuple[Placement, ...] | None:
@@ -123,13 +120,12 @@ def _possible_outputs(
 ) -> list[set[Placement]] | None:
     """Per output, every placement (of those left, where trials went before) that its parts may have been; None where
     the op does not run or one has none."""
-    try:
-        parts = trial.run_ranks(inputs)
-    except Exception:  # whatever an op says to shards that it cannot take
+    parts = trial.run_axis(inputs)
+    if parts is None:
         return None
     found = []
     for index, whole in enumerate(trial.expected):
-        own = [outputs[index] if index < len(outputs) else None for outputs in parts]
+        own = [outputs[index] for outputs in parts]
         among = left[index] if left is not None else _placements_of(whole)
         placements = _possible(own, whole, trial.ranks, among)
         if not placements:
@@ -229,15 +225,19 @@ def fits(trial: Trial, inputs: Sequence[Placement], outputs: Sequence[Placement]
 
 def holds(trial: Trial, inputs: Sequence[Layout], outputs: Sequence[Layout], mesh_shape: tuple[int, ...]) -> bool:
     """Whether layouts over all axes of a mesh hold in a trial."""
-    try:
-        ranks = run_mesh(trial, inputs, mesh_shape)
-        for index, (whole, layout) in enumerate(zip(trial.expected, outputs, strict=True)):
-            parts = [part for outputs_ in ranks if (part := outputs_[index]) is not None]
-            total = recombine(parts, layout, mesh_shape) if parts else None
-            if not same_values(total, whole, parts if Partial() in layout else ()):
-                return False
-    except Exception:  # whatever an op says to shards that it cannot take; replicas that differ
+    ranks = trial.run_mesh(inputs, mesh_shape)
+    if ranks is None:
         return False
+    for index, (whole, layout) in enumerate(zip(trial.expected, outputs, strict=True)):
+        parts = [part for own in ranks if isinstance(part := own[index], Tensor)]
+        if len(parts) not in (0, len(ranks)):
+            return False
+        try:
+            total = recombine(parts, layout, mesh_shape) if parts else None
+        except (AssertionError, RuntimeError, IndexError):  # replicas that differ; parts that do not fit together
+            return False
+        if not same_values(total, whole, parts if Partial() in layout else ()):
+            return False
     return True
 
 

@@ -22,7 +22,6 @@ def test_the_table_has_the_load_of_each_device_before_and_after() -> None:
 
 
 def test_the_plot_has_bars_for_experts_and_for_devices() -> None:
-    pytest.importorskip("matplotlib")
     figure = ExpertReport("mixture", LOAD, {"before": [[0, 1], [2, 3]]}).plot()
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [LOAD, [80, 20]]

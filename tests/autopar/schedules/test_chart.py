@@ -32,7 +32,6 @@ def test_the_chart_of_1f1b_is_the_one_in_every_paper() -> None:
 
 
 def test_the_command_checks_and_saves_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "chart.png", tmp_path / "trace.json"
     words = ["schedule", "--name", "zb-v", "--stages", "8", "--microbatches", "8", "--comm", "0.1", "--chart"]
     assert main([*words, "--png", str(picture), "--trace", str(trace)]) == 0

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from autopar.cost_models.pipeline import StageTimes
 from autopar.errors import MemoryLimitError, ScheduleError
-from autopar.schedules.asynchronous import calls
 from autopar.schedules.check import check_schedule
 from autopar.schedules.generate import GENERATORS, Request, generate
 from autopar.schedules.memory import StageMemory, peaks
@@ -79,18 +78,3 @@ def test_a_searched_order_closes_the_bubble_that_the_fixed_ones_leave() -> None:
     assert longest_rank_seconds(simulate_schedule(found, times)) == 12  # 4 x (1 + 1 + 1): no bubble
     assert max(peak.bytes for peak in peaks(found, memory.memory)) <= 3
     assert longest_rank_seconds(simulate_schedule(zb_h1(2, 4), times)) == 13
-
-
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw"])
-def test_calls_cut_an_asynchronous_schedule_at_what_is_at_hand(name: str) -> None:
-    schedule = generate(name, Request(3, 12, update_every=3))
-    parts = list(calls(schedule, 3))
-    for rank in range(3):
-        assert sum((part.ranks[rank] for part in parts), ()) == schedule.ranks[rank]
-    for known, part in zip((3, 6, 9, 12), parts, strict=True):
-        here = [action for actions in part.ranks for action in actions]
-        assert all(action.microbatch < known for action in here)
-        forwards = [action.microbatch for action in part.ranks[2] if action.kind == "forward"]
-        assert forwards == [known - 3, known - 2, known - 1]  # the losses of a call are computed in it
-    with pytest.raises(ScheduleError, match="not whole calls of 5"):
-        list(calls(schedule, 5))

@@ -7,12 +7,10 @@ import math
 import numpy as np
 
 from autopar.search.forest_search import ForestSearch
-from autopar.search.helper import Answer, Fallback, Helper, Order, OwnWalker, Walker
+from autopar.search.helper import Answer, Fallback, Helper, Order, OwnWalker, Start, Walker
 from autopar.search.pricing import Pricing
 from autopar.search.tables import Tables
 from tests.autopar.search.test_forests import network_of
-
-Start = tuple[Pricing, Tables, np.ndarray, np.ndarray, int]
 
 
 def start() -> Start:

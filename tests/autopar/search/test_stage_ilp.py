@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,13 @@ from autopar.errors import InfeasibleProblemError, ProblemFormatError
 from autopar.search.stage_ilp import solve_cut
 from autopar.search.stage_problem import (
     Cut,
+    CutCost,
     StageOption,
     StageProblem,
     best_even_cut,
-    brute_force,
     crossing,
     evaluate_cut,
+    infeasible,
 )
 
 whole = st.integers(0, 9).map(float)
@@ -40,6 +43,21 @@ def problems(draw: st.DrawFn, layers: int = 5) -> StageProblem:
     in_flight = draw(st.sampled_from(["all", "remaining", "stages", "twice the stages"]))
     return StageProblem(crossing(list(table())), options, counts, draw(st.sampled_from([1, 2, 8])), in_flight,
                         draw(st.booleans()), draw(st.sampled_from([0, 0, 2])))  # fmt: skip
+
+
+def brute_force(problem: StageProblem) -> tuple[Cut, CutCost]:
+    """The best of all cuts, by trying them."""
+    best: tuple[Cut, CutCost] | None = None
+    for inner in itertools.product((False, True), repeat=problem.layers - 1):
+        ends = (*(place + 1 for place, cut in enumerate(inner) if cut), problem.layers)
+        for options in itertools.product(range(len(problem.options)), repeat=len(ends)):
+            cut = Cut(ends, options)
+            cost = evaluate_cut(problem, cut)
+            if not cost.violations and (best is None or cost.step_s < best[1].step_s):
+                best = cut, cost
+    if best is None:
+        raise infeasible(problem)
+    return best
 
 
 @settings(max_examples=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleProblemError
-from autopar.search import FORBIDDEN, Problem, evaluate, make_problem, solve, solve_again
+from autopar.search import FORBIDDEN, Problem, Solution, evaluate, make_problem, solve, solve_again, warm
 from autopar.search.warm import neighbours
 
 
@@ -45,6 +46,23 @@ def test_a_pinned_problem_solved_again_costs_what_it_costs_from_scratch(problem:
     again = solve_again(pinned, before, (node,))
     assert again.cost == expected.cost == evaluate(pinned, again.choice)
     assert again.choice[node] == pick
+
+
+def test_looking_around_the_change_leaves_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([[0.0, 1.0]], [[0.0, 0.0]], [(0, 1)], [], [])
+    limits: list[float] = []
+
+    def slow(problem: Problem, time_limit_s: float, seed: int, **options: object) -> Solution:
+        limits.append(time_limit_s)
+        time.sleep(time_limit_s)
+        raise InfeasibleProblemError("nothing in time")
+
+    monkeypatch.setattr(warm, "solve_by_ilp", slow)
+    with pytest.raises(InfeasibleProblemError):
+        solve_again(problem, (0,), (0,), time_limit_s=0.4)
+    near, wider, _ = limits
+    assert near + wider <= 0.2
+    assert sum(limits) <= 0.4
 
 
 def test_neighbours_are_within_the_radius_and_classes_count_as_one() -> None:

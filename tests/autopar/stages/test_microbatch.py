@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopar.arguments import call_arguments
 from autopar.capture.program import Program
 from autopar.capture.trace import capture, tensor_leaves
 from autopar.errors import MicrobatchError
+from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.virtual_run import program_values
 from autopar.sharding.discovery.book import RuleBook
@@ -28,12 +29,6 @@ def captured(made: Any) -> tuple[Program, dict[str, Tensor]]:
     program = capture(model, args, kwargs)
     leaves = tensor_leaves(args, kwargs)
     return program, program_values(model, program, leaves, 0, varied_tangents(program))
-
-
-class Strided(fx.Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        aten = torch.ops.aten
-        return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
 def run_in_pieces(pieces: Microbatches, values: dict[str, Tensor]) -> list[Tensor]:

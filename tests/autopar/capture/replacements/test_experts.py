@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations import moe
 
 import autopar
 from autopar.capture.program import Program
@@ -16,7 +17,6 @@ from autopar.capture.replacements.experts import traceable_experts
 from autopar.capture.trace import capture, tensor_leaves
 from autopar.verification import compare, eager_values, traced_values
 
-moe = pytest.importorskip("transformers.integrations.moe")
 EXPERTS, HIDDEN, INNER, TOKENS = 4, 8, 12, 10  # rows of the weights are a multiple of 16 bytes, as eager demands
 
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.errors import OmittedOutputError
+from autopar.errors import OmittedOutputError, RankFailedError, UninitializedError, UnsupportedOptionError
 from autopar.runtime.pipeline.module import PipelineModule
 from tests.autopar.models import MODELS
 from tests.gloo import run_on_ranks
@@ -166,3 +166,43 @@ def test_checkpoints_hold_the_parameters_of_all_stages(tmp_path: Path) -> None:
     found = run_on_ranks(checkpointed, 2, str(tmp_path))
     assert all(found[0]) and all(found[1])
     assert sum(map(len, found)) == len(list(MODELS["llama"]()[0].parameters()))
+
+
+class Scaled(torch.nn.Module):
+    """Layers that know how to begin, and a factor that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.scale = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.above(self.below(x).relu()) * self.scale).mean()
+
+
+def load_what_is_missing() -> float:
+    """The distance between the replicas of a stage, on ranks whose generators were seeded apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(torch.distributed.get_rank())
+    with torch.device("meta"):
+        model = Scaled()
+    batch = torch.ones(4, 4)
+    pmodel = autopar.compile(model, mesh, example_inputs=(batch,), search="ddp", microbatches=2)
+    assert isinstance(pmodel, PipelineModule)
+    own = dict(pmodel.named_parameters())
+    weights = torch.cat([own[name].to_local().detach().flatten() for name in own if name != "scale"])
+    copy = weights.clone()
+    torch.distributed.broadcast(copy, group=pmodel.stage_mesh.get_group(), group_src=0)
+    with pytest.raises(UninitializedError if "scale" in own else RankFailedError, match="1 tensors"):
+        pmodel(batch)
+    torch.manual_seed(1)
+    loaded = Scaled()
+    pmodel.load_state_dict(loaded.state_dict())
+    torch.testing.assert_close(pmodel(batch), loaded(batch))
+    with pytest.raises(UnsupportedOptionError, match="does not count"):
+        pmodel.expert_load  # noqa: B018
+    return float((weights - copy).abs().max())
+
+
+def test_a_meta_model_begins_alike_on_all_ranks_and_loads_what_no_module_initialises() -> None:
+    assert run_on_ranks(load_what_is_missing, 4) == [0.0] * 4

@@ -16,6 +16,7 @@ from autopar.sharding.op_call import OpCall, spec_of
 
 SAMPLES_PER_OP = 10
 LARGEST_SAMPLE = 5000  # elements
+UNDEFINED_VALUES = (".empty", ".new_empty", ".resize")  # how the names of ops begin whose values nobody can compare
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Sample:
     call: OpCall
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def has_defined_values(name: str) -> bool:
+    """Whether what an op returns is defined by its inputs."""
+    return not any(part in name for part in UNDEFINED_VALUES)
 
 
 class Recorder(TorchDispatchMode):

@@ -16,10 +16,15 @@ from autopar.sharding.rules.norms import MOMENTS
 from autopar.sharding.strategies import Strategy
 from tests.autopar.sharding.rules.model_calls import MODEL_CALLS, ModelCall
 from tests.autopar.sharding.rules.proving import wrong_strategies
-from tests.autopar.sharding.rules.recording import Sample, elementwise_samples, merged, op_db_samples
+from tests.autopar.sharding.rules.recording import (
+    Sample,
+    elementwise_samples,
+    has_defined_values,
+    merged,
+    op_db_samples,
+)
 
 MESHES = (((2,), (3,)), ((3,),))  # on which the samples of an overload run: the one with the most rules, another
-UNDEFINED_VALUES = "aten.empty"  # what such ops return is not defined, so nothing can be compared
 
 # Rules that neither PyTorch's samples nor the calls of models reach, and why.
 UNREACHED = {
@@ -43,11 +48,7 @@ def chosen(samples: dict[OpCall, Sample]) -> list[Sample]:
 def test_every_rule_that_the_samples_of_pytorch_reach_holds_on_two_and_three_ranks(
     samples: dict[str, dict[OpCall, Sample]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    covered = {
-        name: calls
-        for name, calls in samples.items()
-        if any(map(has_rule, calls)) and UNDEFINED_VALUES not in name and "new_empty" not in name
-    }
+    covered = {name: calls for name, calls in samples.items() if any(map(has_rule, calls)) and has_defined_values(name)}
     wrong, correct, runs = [], 0, 0
     for name in sorted(covered):
         failures = []
