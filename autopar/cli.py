@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from autopar import commands, plan_commands
+from autopar import commands, completion_commands, plan_commands
 from autopar.cost_models import commands as cost_model_commands
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.schedules import commands as schedule_commands
 from autopar.search import commands as search_commands
 from autopar.search import expert_commands
@@ -40,6 +40,7 @@ COMMAND_ROOMS: tuple[AddCommands, ...] = (  # in the order that --help lists the
     schedule_commands.add_commands,
     cost_model_commands.add_commands,
     zoo_commands.add_commands,
+    completion_commands.add_commands,
 )
 
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], age_s: float) -> int:
     """`age_s`: seconds that starting took, which a command with a time limit counts in."""
     parser = make_parser(COMMAND_ROOMS)
-    chosen = parser.parse_args(words, argparse.Namespace(age_s=age_s))
+    chosen = parser.parse_args(words, argparse.Namespace(age_s=age_s, parser=parser))
     if not hasattr(chosen, "run"):
         parser.print_help(sys.stderr)
         return BAD_USAGE
@@ -81,12 +82,21 @@ def process_age_s() -> float:
         return time.process_time()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong command as every other error is told."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=f"see {self.prog} --help, which has an example")
+
+
 def make_parser(rooms: Sequence[AddCommands]) -> argparse.ArgumentParser:
     """The parser with every room's sub-commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autopar",
         description="Turn a single-device PyTorch model into a distributed one.",
-        epilog="A model is named as package.module:factory; the factory returns a model, or (model, example_inputs).",
+        epilog="A model is named as package.module:factory, which returns (model, example_inputs), or as hf:CONFIG. "
+        "Exit codes: 0 done, 1 a check failed, 2 an error, told without a traceback. "
+        "Example: autopar plan hf:gpt2:8x1024 --mesh 2x4",
     )
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -15,11 +15,12 @@ from autopar import optim
 from autopar.api import make_plan, verify
 from autopar.arguments import PRECISIONS
 from autopar.errors import ConstraintError
+from autopar.hugging_face import PREFIX
 from autopar.mesh import Mesh
 from autopar.model_source import ModelSource, load_model, parse_mesh_shape
 from autopar.report.memory import memory_text
 
-MODEL_HELP = "package.module:factory; the factory returns (model, example_inputs)"
+MODEL_HELP = "package.module:factory, which returns (model, example_inputs); or hf:CONFIG[:BATCHxSEQUENCE]"
 
 
 def add_commands(subparsers: Any) -> None:
@@ -30,6 +31,7 @@ def add_commands(subparsers: Any) -> None:
         epilog="example: autopar plan my_models:gpt --mesh 2x4 --hardware h100 -o plan.json",
     )
     _add_planning(plan)
+    add_meta(plan)
     plan.add_argument("-o", "--output", help="write the plan as JSON")
     plan.add_argument("--export-problem", metavar="FILE", help="write the search problem in the contest's JSON")
     plan.add_argument("--trace", metavar="FILE", help="write the simulated step, for ui.perfetto.dev")
@@ -68,12 +70,16 @@ def add_training(parser: argparse.ArgumentParser, *, optimizer_default: str = ""
     parser.add_argument("--optimizer", help=optimizer)
     parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
     parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
+
+
+def add_meta(parser: argparse.ArgumentParser) -> None:
+    """Where the model is made; plans read no weights."""
     parser.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
 
 
 def load_chosen(chosen: argparse.Namespace) -> ModelSource:
-    """The model that was named, made where it was asked for."""
-    with torch.device("meta") if chosen.meta else nullcontext():
+    """The model that was named, made where it was asked for; plans read no weights, so hf: models have none."""
+    with torch.device("meta") if chosen.meta or chosen.model.startswith(PREFIX) else nullcontext():
         return load_model(chosen.model)
 
 

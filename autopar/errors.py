@@ -87,6 +87,10 @@ class ModelSourceError(AutoparError):
     """`package.module:factory` names no function that makes a model."""
 
 
+class UsageError(AutoparError):
+    """A command of the shell was written wrongly."""
+
+
 class UnknownGroupError(AutoparError):
     """A collective names a process group that does not exist here."""
 

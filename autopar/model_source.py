@@ -1,4 +1,4 @@
-"""A model named in a shell: `package.module:factory`, and a mesh named there: `2x4`."""
+"""A model named in a shell: `package.module:factory` or `hf:CONFIG`, and a mesh named there: `2x4`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import torch
 from torch.export import ExportedProgram
 
 from autopar.errors import AutoparError, MeshError, ModelSourceError
+from autopar.hugging_face import PREFIX, load_hugging_face
 from autopar.source import raising_line
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 _SOURCE = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<attribute>[^\W\d]\w*(\.[^\W\d]\w*)*)")
-_SOURCE_FIX = "write package.module:factory; the factory returns a model, or (model, example_inputs)"
+_SOURCE_FIX = (
+    "write package.module:factory; the factory returns a model, or (model, example_inputs); or write hf:CONFIG"
+)
 _MESH = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
@@ -44,13 +47,12 @@ class ModelSource:
 
 
 def load_model(text: str) -> ModelSource:
-    """Import `package.module:factory`, call the factory, and check what it returns.
+    """Import `package.module:factory`, call the factory, and check what it returns; or make `hf:CONFIG`.
 
     The factory runs under the caller's default device: inside `torch.device("meta")` it allocates nothing.
     """
-    factory = load_factory(text)
     try:
-        made = factory()
+        made = load_hugging_face(text) if text.startswith(PREFIX) else load_factory(text)()
     except AutoparError:
         raise
     except Exception as problem:

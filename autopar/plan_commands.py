@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import make_plan
-from autopar.commands import MODEL_HELP, add_training, load_chosen, optimizer_named, pins_of
+from autopar.commands import MODEL_HELP, add_meta, add_training, load_chosen, optimizer_named, pins_of
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
@@ -69,6 +69,7 @@ def _add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     parser.add_argument("--model", required=required, help=f"the plan's model: {MODEL_HELP}")
     parser.add_argument("--hardware", help="the plan's hardware profile, if it is a JSON file")
     add_training(parser, optimizer_default=" (default: the plan's)")
+    add_meta(parser)
 
 
 def _loaded(chosen: argparse.Namespace) -> Plan:

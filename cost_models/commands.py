@@ -24,6 +24,7 @@ def add_commands(subparsers: Any) -> None:
         help="measure this machine and write a hardware profile",
         description="Measure this machine's matmuls, memory and, under torchrun, its collectives. "
         "Write a hardware profile that `--hardware FILE` and `hardware=` take.",
+        epilog="example: torchrun --nproc-per-node 8 -m autopar calibrate --output hardware.json",
     )
     parser.add_argument("--output", type=Path, default=Path("hardware.json"), help="default: hardware.json")
     parser.add_argument("--base", help="a profile for what cannot be measured (default: the device's own)")

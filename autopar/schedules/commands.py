@@ -20,7 +20,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `schedule` to the command line."""
     names = "; ".join(f"{name}: {generator.about}" for name, generator in GENERATORS.items())
     parser = subparsers.add_parser(
-        "schedule", help="make, check and show a pipeline schedule", description=f"Schedules: {names}."
+        "schedule",
+        help="make, check and show a pipeline schedule",
+        description=f"Schedules: {names}.",
+        epilog="example: autopar schedule --name zb-h1 --stages 4 --microbatches 8 --chart",
     )
     parser.add_argument("--name", default="auto", help=f"one of: {', '.join(GENERATORS)}")
     parser.add_argument("--stages", type=int, required=True, help="all of them, virtual ones included")

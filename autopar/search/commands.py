@@ -7,13 +7,14 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from autopar.search.evaluation import violations
-from autopar.search.laboratory import compare, save_csv, save_plot, to_table
+from autopar.search.laboratory import Record, compare, save_csv, save_plot, to_table
 from autopar.search.native_output import native_output_on_stderr
 from autopar.search.problem import Problem
 from autopar.search.progress import ProgressLine, number, percent
@@ -28,7 +29,11 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_solve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("solve", help="solve a search problem (contest JSON, .gz too)")
+    parser = subparsers.add_parser(
+        "solve",
+        help="solve a search problem (contest JSON, .gz too)",
+        epilog="example: autopar solve problem.json --time-limit 60 --print-choice",
+    )
     parser.add_argument("problem", type=Path, help="the problem's file")
     parser.add_argument("--strategy", default="ilp", help=f"one of: {', '.join(strategy_names())}")
     parser.add_argument(
@@ -41,7 +46,11 @@ def _add_solve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("bench-search", help="compare search strategies on problems")
+    parser = subparsers.add_parser(
+        "bench-search",
+        help="compare search strategies on problems",
+        epilog="example: autopar bench-search problem.json --strategies ilp,greedy --time-limit 10",
+    )
     parser.add_argument("problems", type=Path, nargs="+", help="files of problems")
     parser.add_argument("--strategies", default="all", help="all, or names with commas between them")
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
@@ -92,25 +101,30 @@ def _ending_s(reading_s: float, limit_s: float) -> float:
 
 def _as_json(solution: Solution, spent_s: float, broken: Sequence[str]) -> dict[str, Any]:
     """What `--json` prints; seconds count from the start of the process."""
-
-    def plain(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     return {
         "strategy": solution.strategy,
-        "cost": plain(solution.cost),
-        "bound": plain(solution.bound),
-        "gap": plain(solution.gap),
+        "cost": _plain(solution.cost),
+        "bound": _plain(solution.bound),
+        "gap": _plain(solution.gap),
         "seconds": solution.seconds + spent_s,
         "broken": list(broken[:10]),
-        "trace": [[seconds + spent_s, plain(cost), plain(bound)] for seconds, cost, bound in solution.trace],
+        "trace": [[seconds + spent_s, _plain(cost), _plain(bound)] for seconds, cost, bound in solution.trace],
         "choice": list(solution.choice),
     }
 
 
+def _record_as_json(record: Record) -> dict[str, Any]:
+    return {name: _plain(value) if isinstance(value, float) else value for name, value in asdict(record).items()
+            if name != "trace"}  # fmt: skip
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
 def run_bench(args: argparse.Namespace) -> int:
     """Run all strategies on all problems; print the table, save the CSV and, if asked for, the plot."""
-    console = Console()
+    console = Console(stderr=args.json)
     names = strategy_names() if args.strategies == "all" else tuple(args.strategies.split(","))
     problems = [(path.name.removesuffix(".gz").removesuffix(".json"), Problem.load(path)) for path in args.problems]
     records = compare(
@@ -120,8 +134,11 @@ def run_bench(args: argparse.Namespace) -> int:
         seed=args.seed,
         on_record=lambda record: console.print(f"{record.problem}  {record.strategy}  {number(record.cost)}"),
     )
-    console.print(to_table(records))
     save_csv(records, args.csv)
     if args.plot is not None:
         save_plot(records, args.plot)
+    if args.json:
+        print(json.dumps({"csv": str(args.csv), "records": [_record_as_json(record) for record in records]}))
+    else:
+        console.print(to_table(records))
     return 0

@@ -16,7 +16,9 @@ from autopar.search.experts.place import place_experts
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command; it sets `run`, a function of the parsed arguments that returns the exit status."""
     parser = subparsers.add_parser(
-        "place-experts", help="choose the devices of a mixture's experts from their loads (JSON or .npy)"
+        "place-experts",
+        help="choose the devices of a mixture's experts from their loads (JSON or .npy)",
+        epilog="example: autopar place-experts loads.json --mesh 2x8 --replicas 72 --save placement.json",
     )
     parser.add_argument("load", type=Path, help="tokens by layer and expert: a list of lists, or {load, affinity}")
     parser.add_argument("--mesh", required=True, help="nodes x devices per node, as 8x8")

@@ -91,7 +91,7 @@ def _append(path: Path | None, outcome: Outcome) -> None:
 
 def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(outcome) for outcome in outcomes]))
+        print(json.dumps({"outcomes": [asdict(outcome) for outcome in outcomes]}))
         return
     Console().print(_table(outcomes))
     for line in _remarks(outcomes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import autopar
 from autopar import cli
 from autopar.errors import MeshError
 from autopar.model_source import parse_mesh_shape
+from tests.source_tree import ROOT
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -98,18 +100,43 @@ def test_a_command_without_a_name_gets_the_help_and_2(capsys: pytest.CaptureFixt
     assert "usage: autopar" in capsys.readouterr().err
 
 
-def test_an_unknown_command_ends_with_2() -> None:
-    with pytest.raises(SystemExit) as ending:
-        cli.main(["no-such-command"])
-    assert ending.value.code == cli.BAD_USAGE
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["no-such-command"], "invalid choice: 'no-such-command'"),
+        (["plan", "my_models:gpt"], "the following arguments are required: --mesh"),
+        (["diff", "a.json", "b.json", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["schedule", "--stages", "many", "--microbatches", "8"], "argument --stages: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_command_ends_with_2_and_says_so_in_json_too(
+    capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
+    assert cli.main(words) == cli.BAD_USAGE
+    output = capsys.readouterr()
+    assert output.out == "" and what in output.err and "--help, which has an example" in output.err
+    assert cli.main([*words, "--json"]) == cli.BAD_USAGE
+    assert what in json.loads(capsys.readouterr().out)["what"]
 
 
-def test_every_command_has_json_and_a_body() -> None:
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Every command, by name."""
     parser = cli.make_parser(cli.COMMAND_ROOMS)
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
-        assert "--json" in command.format_help(), name
-        assert callable(command.get_default("run")), name
+    (found,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_has_json_a_body_and_help_with_an_example_that_can_be_parsed(name: str) -> None:
+    command = commands()[name]
+    assert "--json" in command.format_help()
+    assert callable(command.get_default("run"))
+    assert command.epilog is not None and command.epilog.startswith("example: ")
+    words = shlex.split(command.epilog.partition(" > ")[0].removeprefix("example: "))
+    words = words[words.index("autopar") + 1 :]
+    assert words[0] == name
+    assert cli.make_parser(cli.COMMAND_ROOMS).parse_args(words).run == command.get_default("run")
+    assert f"`{name}`" in (ROOT / "docs/command_line.md").read_text()
 
 
 def test_modules_of_the_current_folder_can_be_named(

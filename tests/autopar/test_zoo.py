@@ -18,7 +18,7 @@ from autopar.zoo.page import write_page
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
     code = main(["zoo", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    return code, json.loads(capsys.readouterr().out)["outcomes"]
 
 
 def test_the_table_says_verified_for_what_is_right(capsys: pytest.CaptureFixture[str]) -> None:

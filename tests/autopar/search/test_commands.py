@@ -82,3 +82,13 @@ def test_bench_search_draws_the_incumbents_over_time(tmp_path: Path) -> None:
     words = ("--strategies", "ilp,greedy", "--csv", str(tmp_path / "r.csv"), "--plot", str(plot))
     assert run("bench-search", str(DATA / "example.json"), *words) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_search_as_json_holds_every_record_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--strategies", "greedy,dp", "--csv", str(tmp_path / "r.csv"), "--json")
+    assert run("bench-search", str(DATA / "example.json"), *words) == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert [record["strategy"] for record in records] == ["greedy", "dp"]
+    assert records[1]["cost"] == 445
