@@ -3,7 +3,8 @@
     python -m benchmarks.pipelines [--models gpt2,llama] [--write-docs]
 
 All ranks run in this process. Each line of the table is one model; its figure is the worst relative error over stages,
-schedules and microbatches. Refusals are counted, with the reason.
+schedules and microbatches. Refusals are counted, with the reason. Memory: planned bytes of the fullest rank over
+measured ones, the least and the most.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ class Line:
     name: str
     verified: int = 0
     worst: float = 0.0
+    memory: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
         refusals = "; ".join(f"{count} x {why}" for why, count in self.refused.items()) or "none"
-        return f"| {self.name} | {self.verified} | {len(self.wrong)} | {self.worst:.1e} | {refusals} |"
+        return (
+            f"| {self.name} | {self.verified} | {len(self.wrong)} | {self.worst:.1e} | {self._memory()} | {refusals} |"
+        )
+
+    def _memory(self) -> str:
+        return f"{min(self.memory):.3f} to {max(self.memory):.3f}" if self.memory else ""
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
@@ -78,6 +85,8 @@ def run(name: str, make: Callable[[], Any]) -> Line:
             line.refused[why] = line.refused.get(why, 0) + 1
             continue
         line.verified += 1
+        assert report.plan is not None
+        line.memory.append(report.plan.peak_bytes / report.peak_bytes)
         line.worst = max(line.worst, report.worst_relative_error)
         if not report.ok:
             line.wrong.append(f"{mesh} {schedule} {count}: {report}")
@@ -89,7 +98,10 @@ def main() -> None:
     parser.add_argument("--models", default="gpt2,llama,t5,vit,resnet,unet")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/pipelines.md")
     chosen = parser.parse_args()
-    lines = ["| model | verified | wrong | worst relative error | refused |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| model | verified | wrong | worst relative error | planned over measured memory | refused |",
+        f"|{' --- |' * 6}",
+    ]
     started = time.monotonic()
     for name in chosen.models.split(","):
         line = run(name, MODELS.get(name, lambda name=name: make_plain(name)))

@@ -153,21 +153,13 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     return result
 
 
-def _used(result: PlannedPipeline) -> list[int]:
-    """Bytes of each pipeline rank."""
-    used = [0] * len(result.schedule.ranks)
-    for stage, peak in zip(result.plan.stages, result.stage_peaks, strict=True):
-        used[stage.rank] += peak
-    return used
-
-
 def _fits(result: PlannedPipeline, limits: Sequence[int]) -> bool:
-    return all(used <= limit for used, limit in zip(_used(result), limits, strict=True))
+    return all(used <= limit for used, limit in zip(result.rank_peaks, limits, strict=True))
 
 
 def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[int]:
     """What each stage may hold for one microbatch, so that its rank keeps to its limit with all that are in flight."""
-    used, chunks, own = _used(result), result.schedule.virtual_stages, []
+    used, chunks, own = result.rank_peaks, result.schedule.virtual_stages, []
     for stage in result.plan.stages:
         over = used[stage.rank] - limits[stage.rank]
         share = limits[stage.rank] / used[stage.rank]

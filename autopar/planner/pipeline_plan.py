@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.capture.program import InputKind, Program
-from autopar.cost_models.collectives import collective_seconds
-from autopar.cost_models.hardware import AxisLinks, axis_links
+from autopar.cost_models.hardware import axis_links
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_entries import Pipeline
 from autopar.planner.make import MEMORY_FRACTION, Options, Planned, program_hash
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
-from autopar.planner.stage_plans import StageCosts, sent_bytes, stage_costs
+from autopar.planner.stage_memory import call_bytes
+from autopar.planner.stage_plans import StageCosts, stage_costs
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
-from autopar.schedules.memory import StageMemory, in_flight
+from autopar.schedules.memory import in_flight, peaks
 from autopar.schedules.timing import bubble_fraction, simulate_schedule
 from autopar.sharding.discovery.book import RuleBook
 from autopar.stages.assign import anatomy
@@ -35,7 +36,7 @@ class PlannedPipeline:
     stages: tuple[Planned, ...]
     rules: RuleBook  # of the whole program
     axis: int
-    stage_peaks: tuple[int, ...]  # bytes of each stage on its ranks, all its microbatches in flight included
+    rank_peaks: tuple[int, ...]  # bytes of each pipeline rank, all its microbatches in flight included
 
 
 def finished(
@@ -48,15 +49,17 @@ def finished(
     request: PipelineRequest,
 ) -> PlannedPipeline:
     """The stages' plans with their schedule, as one plan."""
-    inner, ranks = without_axis(mesh, axis), mesh.shape[axis]
+    inner = without_axis(mesh, axis)
     link = axis_links(mesh.profile, mesh.shape)[axis]
-    costs = [stage_costs(item, inner, send_seconds(link, sent_bytes(item.local))) for item in planned]
+    costs = [stage_costs(staged, stage, item, inner, link) for stage, item in enumerate(planned)]
     limits = rank_limits(mesh, axis, options.memory_limit_bytes, MEMORY_FRACTION)
     schedule = make_schedule(staged, costs, limits, request)
     times = dict(enumerate(item.times for item in costs))
     simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
     held = in_flight(schedule)
-    peaks = [cost.peak_bytes(count) for cost, count in zip(costs, held, strict=True)]
+    always = call_bytes(staged)
+    most = peaks(schedule, {stage: cost.memory for stage, cost in enumerate(costs)})
+    rank_peaks = tuple(always + math.ceil(peak.bytes) for peak in most)
     plan = Plan(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
@@ -65,7 +68,7 @@ def finished(
         model_hash=program_hash(staged.program),
         entries=(),
         step_s=simulation.step_s + max(_update_s(item) for item in planned),
-        peak_bytes=max(sum(peaks[stage] for stage in schedule.stages_of(rank)) for rank in range(ranks)),
+        peak_bytes=max(rank_peaks),
         memory_limit_bytes=options.limit(mesh),
         optimizer=options.optimizer.name,
         cost=sum(item.plan.cost for item in planned),
@@ -80,7 +83,7 @@ def finished(
             bubble_fraction(simulation),
         ),
     )
-    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, tuple(peaks))
+    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, rank_peaks)
 
 
 def _stage_plans(
@@ -102,7 +105,7 @@ def _stage_plans(
             backward_input_s=costs[stage].times.backward_input_s,
             backward_weight_s=costs[stage].times.backward_weight_s,
             in_flight=held[stage],
-            activation_bytes=costs[stage].saved_bytes,
+            activation_bytes=math.ceil(costs[stage].memory.activation_bytes),
             sent_bytes=costs[stage].sent_bytes,
         )
         for stage, item in enumerate(planned)
@@ -124,28 +127,20 @@ def _update_s(planned: Planned) -> float:
     return sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
 
 
-def send_seconds(link: AxisLinks, bytes_: int) -> float:
-    """Seconds to send that many bytes to the next stage."""
-    return float(collective_seconds("send", bytes_, link)) if bytes_ else 0.0
-
-
 def make_schedule(
     staged: Staged, costs: Sequence[StageCosts], limits_bytes: Sequence[int], request: PipelineRequest
 ) -> Schedule:
     """The schedule asked for, or 1F1B, interleaved where ranks have several stages. `limits_bytes`: of each rank."""
     stages, ranks, count = len(staged.stages), len(limits_bytes), staged.microbatches.count
     name = request.schedule or ("1f1b" if stages == ranks else "interleaved")
-    memory = {
-        stage: StageMemory(fixed_bytes=cost.held_bytes + cost.working_bytes, activation_bytes=cost.saved_bytes)
-        for stage, cost in enumerate(costs)
-    }
+    always = call_bytes(staged)
     asked = Request(
         stages,
         count,
         stages // ranks,
         times=dict(enumerate(item.times for item in costs)),
-        memory=memory,
-        limits_bytes=limits_bytes if name == "auto" else (),
+        memory={stage: cost.memory for stage, cost in enumerate(costs)},
+        limits_bytes=[limit - always for limit in limits_bytes] if name == "auto" else (),
         edges=staged.first.edges,
     )
     return generate(name, asked)

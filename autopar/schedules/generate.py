@@ -170,7 +170,7 @@ def _greedy(request: Request) -> Iterator[Schedule]:
     memory = request.stage_memory
     limits = [float(request.microbatches)] * request.ranks
     for rank, limit in enumerate(request.limits_bytes):
-        free = limit - memory[rank].fixed_bytes - memory[rank].input_bytes - memory[rank].gradient_bytes
+        free = limit - memory[rank].standing_bytes
         if memory[rank].activation_bytes:
             limits[rank] = min(limits[rank], free / memory[rank].activation_bytes)
     if min(limits) < 1:

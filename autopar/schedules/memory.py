@@ -6,23 +6,41 @@ A rank runs its list in order, so the peak does not depend on times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from autopar.errors import MemoryLimitError
-from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.actions import Action, ComputeKind, Schedule
+
+_SENT_BY = {"forward": "activation", "backward": "gradient", "backward_input": "gradient"}
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Bytes of one stage on one of its devices."""
 
-    fixed_bytes: float = 0.0  # weights, gradients, optimizer state
+    fixed_bytes: float = 0.0  # weights, optimizer state
     activation_bytes: float = 0.0  # of one microbatch, from its forward to its backward
     weight_share: float = 1.0  # of them, what the gradient of the weights still needs after that of the inputs
     version_bytes: float = 0.0  # one stashed version of the weights
     input_bytes: float = 0.0  # of one microbatch that has been received, until its forward
     gradient_bytes: float = 0.0  # of one microbatch that has been received, until its backward
+    sent_bytes: float = 0.0  # of what the forward gives to other stages, beside the activations, until all have it
+    sent_gradient_bytes: float = 0.0  # the same of the whole backward
+    sent_beside_bytes: float = 0.0  # the same of its first half, beside what the second needs
+    output_bytes: float = 0.0  # of one microbatch's results, until the end
+    sum_bytes: float = 0.0  # gradients of the weights, from the first backward on
+    adding_bytes: float = 0.0  # beyond, while the second microbatch's gradients are added
+    working: Mapping[ComputeKind, float] = field(default_factory=lambda: MappingProxyType({}))
+    """At the peak of an action of each kind, all that it takes, makes and leaves behind."""
+
+    @property
+    def standing_bytes(self) -> float:
+        """What there is to hold however few microbatches are in flight, and while one is computed."""
+        arriving, leaving = self.input_bytes + self.gradient_bytes, self.sent_bytes + self.sent_gradient_bytes
+        beyond = max([*self.working.values(), self.activation_bytes]) - self.activation_bytes
+        return self.fixed_bytes + self.sum_bytes + self.adding_bytes + max(arriving + leaving, beyond)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +56,12 @@ def peaks(schedule: Schedule, memory: StageMemory | Mapping[int, StageMemory]) -
     by_stage = memory if isinstance(memory, Mapping) else dict.fromkeys(range(schedule.stages), memory)
     found = []
     for rank, actions in enumerate(schedule.ranks):
-        held = sum(by_stage[stage].fixed_bytes for stage in schedule.stages_of(rank))
-        peak = Peak(held, None)
-        for action, taken, given in _changes(actions, by_stage):
-            held += taken
-            if held > peak.bytes:
-                peak = Peak(held, action)
-            held -= given
+        walk = _Walk(schedule, rank, by_stage)
+        peak = Peak(walk.held, None)
+        for action in actions:
+            most = walk.act(action)
+            if most > peak.bytes:
+                peak = Peak(most, action)
         found.append(peak)
     return tuple(found)
 
@@ -75,25 +92,99 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _changes(actions: Sequence[Action], memory: Mapping[int, StageMemory]) -> Iterator[tuple[Action, float, float]]:
-    """Bytes that each action takes when it begins, and gives back when it ends."""
-    received: dict[tuple[str, int, int], int] = {}
-    for action in actions:
-        one, item = memory[action.stage], (action.stage, action.microbatch)
-        taken = given = 0.0
-        if action.kind in ("recv_activation", "recv_gradient"):
-            received[action.kind, *item] = received.get((action.kind, *item), 0) + 1
-            taken = one.input_bytes if action.kind == "recv_activation" else one.gradient_bytes
-        elif action.kind == "forward":
-            taken = one.activation_bytes
-            given = one.input_bytes * received.get(("recv_activation", *item), 0)
-        elif action.kind in ("backward", "backward_input"):
-            share = 1.0 if action.kind == "backward" else 1 - one.weight_share
-            given = share * one.activation_bytes + one.gradient_bytes * received.get(("recv_gradient", *item), 0)
-        elif action.kind == "backward_weight":
-            given = one.weight_share * one.activation_bytes
-        elif action.kind == "stash_weights":
-            taken = one.version_bytes
-        elif action.kind == "drop_weights":
-            given = one.version_bytes
-        yield action, taken, given
+class _Walk:
+    """A rank on its way through its list. `held`: its bytes after the actions so far."""
+
+    def __init__(self, schedule: Schedule, rank: int, memory: Mapping[int, StageMemory]) -> None:
+        self.schedule, self.rank, self.memory = schedule, rank, memory
+        self.held = sum(memory[stage].fixed_bytes for stage in schedule.stages_of(rank))
+        self.received: dict[tuple[str, int, int], int] = {}
+        self.unread: dict[tuple[str, int, int], tuple[int, float]] = {}  # stages that do not have it yet, bytes
+        self.sent = 0.0  # the last message: it is kept until another is sent or has come
+        self.added: dict[int, int] = {}  # microbatches in each stage's sum of gradients
+
+    def act(self, action: Action) -> float:
+        """Do one action; the most that is held while it runs."""
+        one, item = self.memory[action.stage], (action.stage, action.microbatch)
+        match action.kind:
+            case "recv_activation" | "recv_gradient":
+                return self._receive(action, one)
+            case "send_activation" | "send_gradient":
+                self._has(action.kind.removeprefix("send_"), *item, away=True)
+                return self.held
+            case "forward" | "backward" | "backward_input" | "backward_weight":
+                return self._compute(action, action.kind, one)
+            case "stash_weights":
+                self.held += one.version_bytes
+                return self.held
+            case "drop_weights":
+                self.held -= one.version_bytes
+                return self.held + one.version_bytes
+            case "optimizer_step":
+                before = self.held
+                self.held -= one.sum_bytes if self.added.pop(action.stage, 0) else 0.0
+                return before
+        return self.held
+
+    def _receive(self, action: Action, one: StageMemory) -> float:
+        kind = action.kind.removeprefix("recv_")
+        key = kind, action.stage, action.microbatch
+        self.received[key] = self.received.get(key, 0) + 1
+        self.held += one.input_bytes if kind == "activation" else one.gradient_bytes
+        return self.held
+
+    def _compute(self, action: Action, kind: ComputeKind, one: StageMemory) -> float:
+        stage, item = action.stage, action.microbatch
+        kept = one.weight_share * one.activation_bytes
+        taken = self._taken(kind, one, stage, item)
+        taken += {"forward": 0.0, "backward_weight": kept}.get(kind, one.activation_bytes)
+        sent = {"forward": one.sent_bytes, "backward": one.sent_gradient_bytes,
+                "backward_input": one.sent_beside_bytes}.get(kind, 0.0)  # fmt: skip
+        left = {"forward": one.activation_bytes + one.output_bytes, "backward_input": kept}.get(kind, 0.0)
+        given, added = sent + left, 0.0
+        if kind in ("backward", "backward_weight"):
+            count = self.added.get(stage, 0)
+            self.added[stage] = count + 1
+            given += one.sum_bytes if count == 0 else 0.0
+            added = one.sum_bytes + sent + (one.adding_bytes if count == 1 else 0.0)
+        touched = one.working.get(kind, taken + given if kind == "forward" else 0.0)
+        most = self.held - taken + max(touched, taken, given, added)
+        self.held += given - taken
+        if kind in _SENT_BY:
+            ends = 0 if kind == "forward" else 1
+            readers = sum(edge[ends] == stage for edge in self.schedule.edges)
+            self.unread[_SENT_BY[kind], stage, item] = readers, sent
+        return most
+
+    def _taken(self, kind: ComputeKind, one: StageMemory, stage: int, item: int) -> float:
+        """What an action consumes of other stages: what was received, and what was made on this rank."""
+        if kind == "backward_weight":
+            return 0.0
+        what, own, other = ("activation", 1, 0) if kind == "forward" else ("gradient", 0, 1)
+        for edge in self.schedule.edges:
+            if edge[own] == stage and self.schedule.rank_of(edge[other]) == self.rank:
+                self._has(what, edge[other], item, away=False)
+        each = one.input_bytes if kind == "forward" else one.gradient_bytes
+        count = self.received.pop((what, stage, item), 0)
+        if count:
+            self._let_go_of_sent()
+        return each * count
+
+    def _has(self, what: str, stage: int, item: int, *, away: bool) -> None:
+        """One more stage has what `stage` gave for a microbatch."""
+        key = what, stage, item
+        readers, bytes_ = self.unread.get(key, (0, 0.0))
+        if readers > 1:
+            self.unread[key] = readers - 1, bytes_
+        if readers != 1:
+            return
+        del self.unread[key]
+        if not away:
+            self.held -= bytes_
+            return
+        self._let_go_of_sent()
+        self.sent = bytes_
+
+    def _let_go_of_sent(self) -> None:
+        self.held -= self.sent
+        self.sent = 0.0

@@ -76,7 +76,7 @@ class _Model:
     def limit_memory(self, limits: Limits) -> None:
         """What a rank's microbatches hold stays below its limit at every time."""
         for rank, limit in enumerate(limits.limits_bytes):
-            free = limit - sum(limits.memory[stage].fixed_bytes for stage in self.schedule.stages_of(rank))
+            free = limit - sum(limits.memory[stage].standing_bytes for stage in self.schedule.stages_of(rank))
             changes = [
                 (self.start[action] + (0 if change > 0 else self.ticks[action]), change)
                 for action in self.schedule.ranks[rank]

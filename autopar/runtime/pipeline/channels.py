@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RankFailedError
+from autopar.runtime.memory_tracker import LockstepMemory
 from autopar.runtime.pipeline.lanes import Value
 
 
@@ -55,28 +56,49 @@ class Channels(Protocol):
 
 @dataclass
 class Mailbox:
-    """Channels among virtual ranks: one box for all of them."""
+    """Messages among virtual ranks that are under way."""
 
     messages: dict[Message, list[Value]] = field(default_factory=dict)
 
+
+class VirtualLinks:
+    """The channels of one virtual pipeline rank. It holds what real ones hold: a message that is asked for has its
+    memory at once, and what was sent last is kept until another one is sent or has come."""
+
+    def __init__(self, mailbox: Mailbox, memory: LockstepMemory) -> None:
+        self.mailbox, self.memory = mailbox, memory
+        self.sent: list[Value] = []
+
     def send(self, message: Message, rank: int, values: Sequence[Value]) -> None:
-        assert message not in self.messages, f"{message} were sent twice"
-        self.messages[message] = list(values)
+        assert message not in self.mailbox.messages, f"{message} were sent twice"
+        self.sent = [self._held([part.contiguous() for part in value]) for value in values]
+        self.mailbox.messages[message] = [[part.clone() for part in value] for value in self.sent]
 
     def receive(self, message: Message, rank: int, like: Sequence[Sequence[Tensor]]) -> Incoming:
-        return _Boxed(self, message)
+        empty = [self._held([torch.empty(fake.shape, dtype=fake.dtype) for fake in lanes]) for lanes in like]
+        return _Boxed(self, message, empty)
+
+    def _held(self, value: Value) -> Value:
+        for tracker, part in zip(self.memory.trackers, value, strict=True):
+            tracker.hold([part])
+        return value
 
 
 @dataclass(frozen=True)
 class _Boxed:
-    mailbox: Mailbox
+    links: VirtualLinks
     message: Message
+    received: list[Value]
 
     def is_here(self) -> bool:
-        return self.message in self.mailbox.messages
+        return self.message in self.links.mailbox.messages
 
     def values(self) -> list[Value]:
-        return self.mailbox.messages.pop(self.message)
+        self.links.sent = []  # what was sent before this one came is there
+        for value, parts in zip(self.received, self.links.mailbox.messages.pop(self.message), strict=True):
+            for own, part in zip(value, parts, strict=True):
+                own.copy_(part)
+        return self.received
 
 
 class Links:
@@ -91,7 +113,7 @@ class Links:
         self.sent: list[tuple[Any, Tensor, Message]] = []
 
     def send(self, message: Message, rank: int, values: Sequence[Value]) -> None:
-        self.sent = [item for item in self.sent if not item[0].is_completed()]
+        self.forget_completed()
         for (tensor,) in values:
             packed = tensor.contiguous()
             work = self._start(dist.isend, packed, self.own, rank, message)
@@ -102,7 +124,11 @@ class Links:
         for (fake,) in like:
             tensor = torch.empty(fake.shape, dtype=fake.dtype, device=self.device)
             parts.append((self._start(dist.irecv, tensor, rank, self.own, message), tensor))
-        return _Pending(message, parts, self.ranks[rank])
+        return _Pending(message, parts, self.ranks[rank], self)
+
+    def forget_completed(self) -> None:
+        """Let go of what has been sent."""
+        self.sent = [item for item in self.sent if not item[0].is_completed()]
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -126,6 +152,7 @@ class _Pending:
     message: Message
     parts: list[tuple[Any, Tensor]]
     peer: int
+    links: Links
 
     def is_here(self) -> bool:
         return True
@@ -133,6 +160,7 @@ class _Pending:
     def values(self) -> list[Value]:
         for work, _ in self.parts:
             _wait(work, self.message, f"rank {self.peer}")
+        self.links.forget_completed()
         return [[tensor] for _, tensor in self.parts]
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from autopar.capture.program import OutputKind
-from autopar.runtime.pipeline.lanes import Value
+from autopar.runtime.pipeline.lanes import Lanes, Value
 
 OutputKey = tuple[OutputKind, str]
 
@@ -19,14 +19,13 @@ class Gathered:
     gradients: dict[tuple[int, str], Value] = field(default_factory=dict)  # by (stage, parameter)
     owned: set[tuple[int, str]] = field(default_factory=set)  # sums in tensors of their own: they are added to in place
 
-    def add(self, stage: int, name: str, value: Value) -> None:
+    def add(self, stage: int, name: str, value: Value, lanes: Lanes) -> None:
         """Add to a gradient."""
         key = stage, name
         if key not in self.gradients:
             self.gradients[key] = value
         elif key not in self.owned:
-            pairs = zip(self.gradients[key], value, strict=True)
-            self.gradients[key] = [held + new for held, new in pairs]
+            self.gradients[key] = lanes.sum(self.gradients[key], value)
             self.owned.add(key)
         else:
             for held, new in zip(self.gradients[key], value, strict=True):

@@ -19,7 +19,7 @@ from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.memory_tracker import LockstepMemory
 from autopar.runtime.parameters import full_value, in_layout
 from autopar.sharding.execution import distribute, recombine
-from autopar.sharding.layout import Layout
+from autopar.sharding.layout import REPLICATE, Layout
 
 Value = list[Tensor]  # one local tensor per lane
 
@@ -29,6 +29,9 @@ class Lanes(Protocol):
 
     def run(self, graphs: Sequence[fx.GraphModule], inputs: list[list[Tensor]]) -> list[list[Tensor]]:
         """The outputs of each lane's boxed graph on its inputs, which are emptied."""
+
+    def sum(self, first: Value, second: Value) -> Value:
+        """Each lane's sum."""
 
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
         """Each lane's part of a full value."""
@@ -46,6 +49,9 @@ class RealLane:
     def run(self, graphs: Sequence[fx.GraphModule], inputs: list[list[Tensor]]) -> list[list[Tensor]]:
         with torch.autocast(self.mesh.device_type, enabled=False):
             return [list(graphs[0](inputs[0]))]
+
+    def sum(self, first: Value, second: Value) -> Value:
+        return [first[0] + second[0]]
 
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
         return [in_layout(full, self.mesh, layout)]
@@ -68,7 +74,16 @@ class VirtualLanes:
     def run(self, graphs: Sequence[fx.GraphModule], inputs: list[list[Tensor]]) -> list[list[Tensor]]:
         return [list(lane) for lane in run_lockstep(graphs, inputs, self.memory)]
 
+    def sum(self, first: Value, second: Value) -> Value:
+        sums = []
+        for rank, (one, other) in enumerate(zip(first, second, strict=True)):
+            with self.memory.on_rank(rank):
+                sums.append(one + other)
+        return sums
+
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
+        if all(placement == REPLICATE for placement in layout):
+            return [full.contiguous()] * len(self.geometries)
         return [shard.clone() for shard in distribute(full, layout, self._shape)]
 
     def full(self, value: Value, layout: Layout, shape: Sequence[int]) -> Tensor:

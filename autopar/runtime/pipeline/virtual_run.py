@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.capture.program import InputKind, OutputKind
 from autopar.capture.trace import tensor_leaves
 from autopar.runtime.memory_tracker import LockstepMemory
-from autopar.runtime.pipeline.channels import Mailbox
+from autopar.runtime.pipeline.channels import Mailbox, VirtualLinks
 from autopar.runtime.pipeline.lanes import Value, VirtualLanes
 from autopar.runtime.pipeline.step import PipelineStep, early_values, whole_output
 from autopar.runtime.pipeline.weights import Update, Weights
@@ -74,13 +74,22 @@ class VirtualPipeline:
         """Run the schedule."""
         mailbox, schedule = Mailbox(), self.step.schedule
         self.workers = []
+        self._hold_call(batch)
         for rank, lanes in enumerate(self.lanes):
             stages = {stage: self.variants[stage] for stage in schedule.stages_of(rank)}
             names = {stage: tuple(name for owner, name in self.weights if owner == stage) for stage in stages}
             weights = Weights(lambda stage, name: self.weights[stage, name], names, self.update)
-            self.workers.append(Worker(rank, self.step.staged, schedule, stages, lanes, mailbox, weights, batch))
+            links = VirtualLinks(mailbox, lanes.memory)
+            self.workers.append(Worker(rank, self.step.staged, schedule, stages, lanes, links, weights, batch))
         drive({worker.rank: worker.run(schedule.ranks[worker.rank]) for worker in self.workers})
         assert not mailbox.messages, f"never received: {sorted(map(str, mailbox.messages))}"
+
+    def _hold_call(self, batch: Batch) -> None:
+        """Count what every rank has of a call, in full."""
+        whole = [*batch.inputs.values(), *batch.buffers.values(), *batch.tangents.values()]
+        for lanes in self.lanes:
+            for tracker in lanes.memory.trackers:
+                tracker.hold(whole)
 
     def result(self) -> VirtualRun:
         """Outputs, gradients and buffers of the last run, in full."""

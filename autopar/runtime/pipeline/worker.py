@@ -145,7 +145,7 @@ class Worker:
         held = self.gathered.outputs[output.kind, output.name]
         if isinstance(placement, Partial) and held:
             ((first, total),) = held.items()
-            held[first] = [one + other for one, other in zip(total, value, strict=True)]
+            held[first] = self.lanes.sum(total, value)
         elif shard_dim(placement) is not None or item == 0 or isinstance(placement, Partial):
             held[item] = value
         elif self.staged.microbatches.independent:
@@ -200,7 +200,9 @@ class Worker:
             return
         split = variant.split
         values = [kept.pop(name) if name in kept else self._bound(variant, stage, name, item) for name in split[0].kept]
-        results = self.lanes.run([lane.of_weights for lane in split], _by_lane(values, len(variant.lanes)))
+        inputs = _by_lane(values, len(variant.lanes))
+        del values
+        results = self.lanes.run([lane.of_weights for lane in split], inputs)
         others = [index for index in range(len(variant.gradients)) if index not in split[0].urgent]
         self._deliver(variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(others)})
 
@@ -216,7 +218,7 @@ class Worker:
             if shard_dim(placement) is not None:
                 self.gathered.outputs[output.kind, output.name][item] = value
             elif isinstance(placement, Partial) or item == 0:
-                self.gathered.add(stage, output.name, value)
+                self.gathered.add(stage, output.name, value, self.lanes)
         if between:
             self._give("gradient", stage, item, between)
 

@@ -1,0 +1,83 @@
+"""The planned memory of a pipeline is an upper bound of what its ranks hold, and a close one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.arguments import call_arguments, make_options
+from autopar.capture.trace import capture
+from autopar.compiler import pipeline_step
+from autopar.mesh import Mesh
+from autopar.planner.pipeline import plan_pipeline
+from autopar.planner.pipeline_request import PipelineRequest
+from autopar.runtime.pipeline.virtual_run import run_virtual_pipeline
+from autopar.zoo.plain import make_plain
+from tests.autopar.models import MODELS
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v", "auto")
+
+
+class Layers(nn.Module):
+    """Eight layers, a connection over all of them, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(24, 24) for _ in range(8)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        value = first = self.layers[0](x).tanh()
+        for layer in self.layers[1:]:
+            value = layer(value).tanh()
+        loss: Tensor = (value + first - target).square().mean()
+        return loss
+
+
+def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Layers(), (torch.randn(16, 24), torch.randn(16, 24))
+
+
+def planned_and_measured(name: str, mesh: Mesh, search: str, request: PipelineRequest) -> list[tuple[int, int]]:
+    """(planned, measured) bytes of each pipeline rank."""
+    if name == "layers":
+        model, inputs = layers()
+    else:
+        model, inputs = MODELS[name]() if name in MODELS else make_plain(name)
+    args, kwargs = call_arguments(inputs)
+    program = capture(model, args, kwargs, device="cpu")
+    pipeline = plan_pipeline(program, mesh, make_options(search, None, None, (), None), request)
+    run = run_virtual_pipeline(model, pipeline_step(pipeline), args, kwargs, seed=0)
+    inner = mesh.size // mesh.shape[0]
+    measured = [max(run.peak_bytes[rank * inner : (rank + 1) * inner]) for rank in range(mesh.shape[0])]
+    assert pipeline.plan.peak_bytes == max(pipeline.rank_peaks)
+    return list(zip(pipeline.rank_peaks, measured, strict=True))
+
+
+def check(pairs: list[tuple[int, int]], slack: float) -> None:
+    for planned, measured in pairs:
+        assert measured <= planned <= slack * measured, (planned, measured)
+
+
+@pytest.mark.parametrize("microbatches", [2, 6])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_rank_holds_more_than_was_planned(schedule: str, microbatches: int) -> None:
+    stages = 4 if schedule in ("interleaved", "zb-v") else 2
+    request = PipelineRequest(stages, schedule, microbatches)
+    check(planned_and_measured("layers", Mesh((2,), ("pp",), hardware="cpu"), "ddp", request), 1.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "search", "request_"),
+    [
+        ("llama", (2, 2), "fsdp", PipelineRequest(2, "zb-h1", 2)),
+        ("unet", (2,), "ddp", PipelineRequest(2, "zb-h2", 4)),
+        ("mlp", (2,), "ddp", PipelineRequest(2, "gpipe", 3)),
+    ],
+)
+def test_the_bound_holds_for_whole_models(
+    name: str, shape: tuple[int, ...], search: str, request_: PipelineRequest
+) -> None:
+    mesh = Mesh(shape, ("pp", "inner")[: len(shape)], hardware="cpu")
+    check(planned_and_measured(name, mesh, search, request_), 1.25)
