@@ -159,6 +159,8 @@ class _Program:
         self._path()
         self._devices()
         self._in_flight()
+        if problem.in_order:
+            self._order()
         self._minimize()
         if start is not None:
             spans = set(start[0].spans())
@@ -222,6 +224,21 @@ class _Program:
                 most = (most + 1) // 2
             if most < self.problem.layers:
                 self.model.add(following[column.first] <= most).only_enforce_if(take)
+
+    def _order(self) -> None:
+        """A stage on the n-th kind of device has n before it."""
+        kinds = [kind for kind, _ in self.problem.device_counts]
+        begins = defaultdict(list)
+        for column, take in zip(self.columns, self.take, strict=True):
+            begins[column.first].append(take)
+        number = 0
+        for place in range(self.problem.layers):
+            for column, take in zip(self.columns, self.take, strict=True):
+                if column.first == place:
+                    own = kinds.index(self.problem.options[column.option].kind)
+                    self.model.add(number == own).only_enforce_if(take)
+            number = number + sum(begins[place])
+        self.model.add(number == len(kinds))
 
     def _minimize(self) -> None:
         total = sum(self._ticks(it.work_s) + self._ticks(it.send_s) for it in self.columns)

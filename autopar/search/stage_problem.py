@@ -51,6 +51,7 @@ class StageProblem:
     in_flight: InFlight = "remaining"  # microbatches whose activations a stage holds at once
     asynchronous: bool = False
     stages: int = 0  # 0: any number
+    in_order: bool = False  # the n-th stage runs on the n-th kind of device: where each stage lies is given
 
     def __post_init__(self) -> None:
         layers = len(self.crossing_bytes)
@@ -119,6 +120,10 @@ def evaluate_cut(problem: StageProblem, cut: Cut) -> CutCost:
         used = sum(problem.options[chosen].devices for chosen in cut.options if problem.options[chosen].kind == kind)
         if used > available:
             broken.append(f"{used} devices of {available} of kind {kind}")
+    if problem.in_order:
+        wanted = [kind for kind, _ in problem.device_counts]
+        used = [problem.options[chosen].kind for chosen in cut.options]
+        broken += [] if used == wanted else [f"devices in the order {', '.join(used)}"]
     if problem.asynchronous:
         longest = max([work + wait for work, wait in zip(stage_s, sync, strict=True)] + [2 * it for it in send_s])
         step = longest
@@ -130,6 +135,8 @@ def evaluate_cut(problem: StageProblem, cut: Cut) -> CutCost:
 
 def even_cuts(problem: StageProblem) -> list[Cut]:
     """What one would do by hand: as many layers in every stage, all stages alike; each number of stages and option."""
+    if problem.in_order:
+        return _even_in_order(problem)
     available = dict(problem.device_counts)
     cuts = []
     for number, option in enumerate(problem.options):
@@ -139,6 +146,17 @@ def even_cuts(problem: StageProblem) -> list[Cut]:
                 ends = tuple(round((nth + 1) * problem.layers / count) for nth in range(count))
                 cuts.append(Cut(ends, (number,) * count))
     return cuts
+
+
+def _even_in_order(problem: StageProblem) -> list[Cut]:
+    """As many layers on each kind of device; each kind's n-th option, for every n."""
+    kinds = [kind for kind, _ in problem.device_counts]
+    own = [[number for number, option in enumerate(problem.options) if option.kind == kind] for kind in kinds]
+    if problem.layers < len(kinds) or not all(own):
+        return []
+    ends = tuple(round((nth + 1) * problem.layers / len(kinds)) for nth in range(len(kinds)))
+    most = max(map(len, own))
+    return [Cut(ends, tuple(numbers[min(nth, len(numbers) - 1)] for numbers in own)) for nth in range(most)]
 
 
 def best_even_cut(problem: StageProblem) -> tuple[Cut, CutCost] | None:

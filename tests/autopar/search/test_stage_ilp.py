@@ -42,7 +42,8 @@ def problems(draw: st.DrawFn, layers: int = 5) -> StageProblem:
     counts = tuple((kind, draw(st.integers(1, 4))) for kind in kinds)
     in_flight = draw(st.sampled_from(["all", "remaining", "stages", "twice the stages"]))
     return StageProblem(crossing(list(table())), options, counts, draw(st.sampled_from([1, 2, 8])), in_flight,
-                        draw(st.booleans()), draw(st.sampled_from([0, 0, 2])))  # fmt: skip
+                        draw(st.booleans()), draw(st.sampled_from([0, 0, 2])),
+                        draw(st.sampled_from([False, False, True])))  # fmt: skip
 
 
 def brute_force(problem: StageProblem) -> tuple[Cut, CutCost]:
@@ -97,6 +98,18 @@ def test_a_slow_device_gets_fewer_layers() -> None:
     found = solve_cut(problem)
     sizes = {problem.options[option].kind: end - first for first, end, option in found.cut.spans()}
     assert sizes == {"gpu": 8, "old": 4}
+
+
+def test_where_stages_lie_is_given_the_slow_device_keeps_its_place() -> None:
+    one = alike(12)
+    options = tuple(
+        StageOption(kind, kind, 1, 1e9, one.work_s * seconds, one.fixed_bytes, one.activation_bytes, one.sync_s)
+        for kind, seconds in (("rank 0", 1.0), ("rank 1", 2.0), ("rank 2", 1.0))
+    )
+    counts = tuple((option.kind, 1) for option in options)
+    found = solve_cut(StageProblem(np.zeros(12), options, counts, 32, stages=3, in_order=True))
+    assert [end - first for first, end, _ in found.cut.spans()] == [5, 2, 5]
+    assert [options[number].kind for number in found.cut.options] == [kind for kind, _ in counts]
 
 
 def test_the_first_stage_of_1f1b_gets_fewer_layers_where_memory_binds() -> None:
