@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem, assignment_of
 from autopar.planner.decisions import DecisionList
+from autopar.planner.expert_places import place_anew
 from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
 from autopar.planner.pipeline import plan_pipeline
 from autopar.planner.pipeline_again import follow_pipeline, plan_pipeline_like
@@ -28,6 +29,7 @@ from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.experts.rebalance import Groups
 from autopar.runtime.inputs import first_microbatch
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
@@ -71,6 +73,12 @@ class Compiler:
         rules = RuleBook(Known(_by_call(program, findings)))
         assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan, rules))
         return CompiledStep(program, assignment, local, plan)
+
+    def place_experts(
+        self, load: Sequence[Sequence[float]], current: Sequence[Groups], *, move_cost: float, time_limit_s: float
+    ) -> Sequence[Groups]:
+        """See `StepCompiler`."""
+        return place_anew(load, current, move_cost=move_cost, time_limit_s=time_limit_s)
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         return capture(model, args, kwargs, device=self.mesh.device_type, precision=self.options.precision)

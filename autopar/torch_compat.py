@@ -41,6 +41,7 @@ __all__ = [
     "overload_of",
     "python_kernels",
     "registrations",
+    "run_load_hooks",
     "set_dtensor_content",
     "without_autocast_cache",
     "without_dispatch",
@@ -128,6 +129,12 @@ def without_dispatch() -> Iterator[None]:
 def set_dtensor_content(tensor: DTensor, content: DTensor) -> None:
     """Let `tensor` hold the shard and the placements of `content`: same shape, same object as before."""
     tensor._local_tensor, tensor._spec = content._local_tensor, content._spec
+
+
+def run_load_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """For an optimizer with a `load_state_dict` of its own: call those registered to follow it."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -40,6 +40,13 @@ def expert_counts(index: Tensor, first: int, experts: int) -> Tensor:
     return torch.bincount(torch.where(own, index - first, experts).flatten(), minlength=experts + 1)[:experts].clone()
 
 
+@op("expert_slots(Tensor index, Tensor slots) -> Tensor")
+def expert_slots(index: Tensor, slots: Tensor) -> Tensor:
+    """`index` with the slot in which each expert stands, of `slots` [experts], for its number; dropped choices stay."""
+    is_expert = (index >= 0) & (index < slots.shape[0])
+    return torch.where(is_expert, slots[index.clamp(0, slots.shape[0] - 1)], index)
+
+
 @op("all_to_all_rows(Tensor rows, Tensor coming, Tensor sent, str group) -> Tensor")
 def all_to_all_rows(rows: Tensor, coming: Tensor, sent: Tensor, group: str) -> Tensor:
     """`all_to_all_single` of rows, with how many come from each rank and go to each in tensors; to be waited for."""
@@ -86,6 +93,11 @@ def _(index: Tensor, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor
 @fake_of("expert_counts")
 def _(index: Tensor, first: int, experts: int) -> Tensor:
     return index.new_empty(experts, dtype=torch.int64)
+
+
+@fake_of("expert_slots")
+def _(index: Tensor, slots: Tensor) -> Tensor:
+    return torch.empty_like(index)
 
 
 @fake_of("all_to_all_rows")

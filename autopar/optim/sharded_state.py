@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, cut_of, gradient_of, local_of
 from autopar.sharding.layout import REPLICATE, Layout, chunk, local_shape, shard_dim
+from autopar.torch_compat import run_load_hooks
 
 
 def state_layout(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> Layout:
@@ -83,6 +84,7 @@ class ShardedState(ClosureStep):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update({name: value for name, value in theirs.items() if name != "params"})
         self._share()
+        run_load_hooks(self)
 
     def _share(self) -> None:
         """Show the inner optimizer's options and state as this one's, by the parameters that were given."""

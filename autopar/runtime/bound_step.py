@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.program import InputKind, OutputKind
 from autopar.passes.observed import ExpertCount
 from autopar.passes.pipeline import emit
+from autopar.passes.renumber_experts import renumber_experts
 from autopar.runtime.inputs import check_inputs_divide
 from autopar.runtime.step import CompiledStep, geometry_of
 from autopar.sharding.layout import Layout
@@ -46,9 +47,12 @@ class Results:
 class BoundStep:
     """Runs the local graphs of one compiled step; takes and returns this rank's parts."""
 
-    def __init__(self, step: CompiledStep, mesh: DeviceMesh) -> None:
+    def __init__(self, step: CompiledStep, mesh: DeviceMesh, expert_slots: Mapping[str, Tensor] | None = None) -> None:
+        """`expert_slots`: by layer whose experts were moved, int64 [experts], where each of them stands."""
         check_inputs_divide(step.program, step.assignment)
-        self.step, self.mesh = step, mesh
+        if expert_slots:
+            step = _renumbered(step, expert_slots)
+        self.step, self.mesh, self.expert_slots = step, mesh, expert_slots
         kinds = {item.node: item.kind for item in step.program.inputs}
         self._forward_nodes = placeholder_names(step.local.forward)
         backward = step.local.backward
@@ -112,7 +116,11 @@ class BoundStep:
         )
         assignment = replace(step.assignment, outputs=layouts)
         local = emit(step.program, assignment, geometry_of(self.mesh))
-        return BoundStep(replace(step, assignment=assignment, local=local), self.mesh)
+        return BoundStep(replace(step, assignment=assignment, local=local), self.mesh, self.expert_slots)
+
+    def with_expert_slots(self, slots: Mapping[str, Tensor]) -> BoundStep:
+        """The same step, once experts were moved for the first time."""
+        return BoundStep(self.step, self.mesh, slots)
 
     def run_forward(self, values: Mapping[str, Tensor]) -> Results:
         """Run the forward graph on local values by placeholder."""
@@ -131,6 +139,13 @@ class BoundStep:
         with torch.autocast(self.mesh.device_type, enabled=False):
             gradients: Sequence[Tensor] = backward(values)
         return gradients
+
+
+def _renumbered(step: CompiledStep, slots: Mapping[str, Tensor]) -> CompiledStep:
+    local = step.local
+    backward = None if local.backward is None else renumber_experts(local.backward, slots)
+    local = replace(local, forward=renumber_experts(local.forward, slots), backward=backward)
+    return replace(step, local=local)
 
 
 def placeholder_names(gm: fx.GraphModule) -> list[str]:

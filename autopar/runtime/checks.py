@@ -116,6 +116,10 @@ class RankGroup:
                 raise RankFailedError(f"rank {rank} failed with {failure}")
         return cast(T, result)
 
+    def gather(self, number: int) -> list[int]:
+        """The numbers of all ranks, in the order of the ranks."""
+        return [number] if self.size == 1 else self._gather(number)
+
     def _gather(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)

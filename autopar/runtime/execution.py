@@ -16,7 +16,7 @@ from autopar.capture.program import InputKind, LeafIndex, OutputKind
 from autopar.capture.trace import input_gradient
 from autopar.errors import NotDifferentiableError
 from autopar.runtime.bound_step import BoundStep, Slot
-from autopar.runtime.expert_load import ExpertCounter
+from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.inputs import rank_part
 from autopar.runtime.parameters import as_dtensor, full_value, in_layout, lay_out_anew, layout_of
 from autopar.torch_compat import after_backward, apply_function

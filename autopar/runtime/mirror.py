@@ -11,18 +11,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import StateDictError, UnsupportedModuleCallError
+from autopar.runtime.experts.order import ExpertOrder
 from autopar.runtime.parameters import in_layout, layout_of
 
 
 class Container(nn.Module):
     """A module of tensors and children, without a computation of its own.
 
-    `elsewhere`: its parameters that other ranks hold, those of other pipeline stages.
+    `elsewhere`: its parameters that other ranks hold, those of other pipeline stages. `orders`: of those whose rows are
+    experts in another order than the model's; a state_dict is in the model's, and then needs every rank.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.elsewhere: set[str] = set()
+        self.orders: dict[str, ExpertOrder] = {}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, order in self.orders.items():
+            destination[prefix + name] = order.in_model_order(destination[prefix + name])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
@@ -34,7 +42,10 @@ class Container(nn.Module):
         own = {**self._parameters, **self._buffers}
         for name, tensor in own.items():
             if tensor is not None and prefix + name in state_dict:
-                state_dict[prefix + name] = fitted(prefix + name, state_dict[prefix + name], tensor)
+                value = fitted(prefix + name, state_dict[prefix + name], tensor)
+                if name in self.orders and isinstance(value, Tensor) and value.shape == tensor.shape:
+                    value = self.orders[name].in_slots(value)
+                state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001 - as nn.Module has it

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,11 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.program import InputKind, Program
 from autopar.capture.trace import Model, as_module
-from autopar.errors import InputError, NoParametersError, NotPlannedError, PlanError, UninitializedError
+from autopar.errors import (
+    InputError,
+    NoParametersError,
+    NotPlannedError,
+    PlanError,
+    UninitializedError,
+    UnsupportedOptionError,
+)
 from autopar.runtime.bound_step import BoundStep
 from autopar.runtime.checks import LARGEST, RankGroup
 from autopar.runtime.execution import Call, Reduction, State, has_pending_gradients, run_call
-from autopar.runtime.expert_load import ExpertCounter, ExpertLoad
+from autopar.runtime.experts.load import ExpertCounter, ExpertLoad
+from autopar.runtime.experts.placed import PlacedExperts
+from autopar.runtime.experts.rebalance import Rebalance, decide, read_decision, result_of
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
 from autopar.runtime.mirror import Container, mirror, modes_of, training_flags
@@ -50,6 +60,7 @@ class _StepSession(Session):
 
     compiler: StepCompiler
     counter: ExpertCounter
+    experts: PlacedExperts
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
@@ -79,7 +90,10 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
-        session = _StepSession(module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh))
+        experts = PlacedExperts(mesh.device_type)
+        session = _StepSession(
+            module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh), experts=experts
+        )
         self.__dict__["_autopar"] = session
         session.check_call(model_key(module))
         if next(module.parameters(), None) is None:
@@ -128,11 +142,53 @@ class ParallelModule(Container):
 
         The same on all ranks, each of which must ask: what they counted is added up now.
         """
-        return self._steps.counter.load()
+        session = self._steps
+        programs = [step.step.program for step in session.steps.values()]
+        return session.counter.load(session.experts.moved(programs))
 
     def reset_expert_load(self) -> None:
         """Count from zero again."""
         self._steps.counter.reset()
+
+    def rebalance(self, *, move_cost: float = 0.0, time_limit_s: float = 10.0) -> Rebalance:
+        """Place the experts anew over the groups of ranks that hold them, by `expert_load`, and move what they are of.
+
+        Called on every rank, between an optimizer's step and the next call. Parameters, gradients and the state of
+        their optimizers move; what is trained stays the same up to the order of sums. Experts keep the model's numbers
+        for the router, `expert_load`, state_dict() and the optimizer's (both of which need every rank from then on);
+        the values of `parameters()` lie in the order of their places. `move_cost`: how many tokens of the load counted
+        so far a moved expert must take off the slowest group of its layer; `time_limit_s`: of the search.
+        Raises UnsupportedOptionError where no layer's experts can be moved, or an optimizer's state cannot follow.
+        """
+        session, shown, parameters = self._steps, self._shown(), self._parameters_by_name()
+        self._check_initialized()
+        if session.putting_off or has_pending_gradients(parameters):
+            raise UnsupportedOptionError(
+                "experts were to be moved while gradients are not yet summed over the ranks",
+                fix="leave no_sync, call backward() and the optimizer's step first",
+            )
+        load = self.expert_load
+        others = [step for step in session.steps.values() if step is not shown]
+        programs = [step.step.program for step in (shown, *others)]
+        weights, items, kept = session.experts.movable(programs, shown.expert_counts, load)
+        session.ranks.all_succeed(lambda: session.experts.check_states(weights, parameters))
+        place = partial(session.compiler.place_experts, move_cost=move_cost, time_limit_s=time_limit_s)
+        groups = read_decision(session.ranks.first_decides(lambda: decide(items, place)))
+        received = 0
+        if any(item.groups != wanted for item, wanted in zip(items, groups, strict=True)):
+            received = session.experts.move(weights, groups, parameters, self)
+            self._find_experts_in_slots()
+        after = self.expert_load.holders
+        layers = [layer for item in items for layer in item.layers]
+        return result_of(load, layers, after, kept)(session.ranks.gather(received))
+
+    def _find_experts_in_slots(self) -> None:
+        """Let every step look for moved experts where they are."""
+        session = self._steps
+        for key, step in session.steps.items():
+            if step.expert_slots is None:
+                session.steps[key] = step.with_expert_slots(session.experts.slots(step.step.program))
+                session.shown = session.steps[key] if session.shown is step else session.shown
 
     @property
     def _session(self) -> Session:
@@ -178,10 +234,11 @@ class ParallelModule(Container):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the state that an optimizer already holds (as after loading a checkpoint) follow its parameters.
 
-        Only of use before the first call of a module made without `example_inputs`; without it such a state stays
-        where it is, and every step of the optimizer moves data.
+        Of use before the first call of a module made without `example_inputs`: without it such a state stays where it
+        is, and every step of the optimizer moves data. And before `rebalance`, for an optimizer that has not stepped.
         """
         self._steps.optimizers.append(optimizer)
+        self._steps.experts.watch.note(optimizer)
 
     def _reduction(self, state: State) -> Reduction:
         if self._steps.putting_off:
@@ -242,8 +299,11 @@ class ParallelModule(Container):
         with modes_of(self, session.model):
             step = session.compiler.compile_step(session.model, args, kwargs, parameter_layouts=layouts)
         session.ranks.agree("the plan", step.plan.hash)
-        bound = session.ranks.all_succeed(lambda: BoundStep(step, session.mesh))
+        slots = session.experts.slots(step.program) or None
+        bound = session.ranks.all_succeed(lambda: BoundStep(step, session.mesh, slots))
         self._lay_out(bound)
+        session.counter.expect(bound.expert_counts)
+        session.experts.watch_weights(step.program, self._parameters_by_name())
         if session.shown is None or (bound.gradients and not session.shown.gradients):
             session.shown = bound
         return bound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.program import Program
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram
+from autopar.runtime.experts.rebalance import Groups
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
@@ -48,6 +49,16 @@ class StepCompiler(Protocol):
 
         `parameter_layouts`, if given, are fixed: another shape or mode of a model whose parameters lie there already.
         """
+
+    def place_experts(
+        self,
+        load: Sequence[Sequence[float]],
+        current: Sequence[Groups],
+        *,
+        move_cost: float,
+        time_limit_s: float,
+    ) -> Sequence[Groups]:
+        """What each group of ranks is to hold, by layer: `load` [layers, experts], `current` the experts of each."""
 
 
 def geometry_of(mesh: DeviceMesh) -> RankGeometry:

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.passes.local_call import WORK_SHARE, LocalCall, LocalForm, LocalValue, value_of
 from autopar.passes.observed import EXPERT_COUNT, ExpertCount
+from autopar.passes.renumber_experts import READS_ROUTING, ReadsRouting
 from autopar.sharding.layout import REPLICATE, Layout, shard_dim
 from autopar.sharding.rules.experts import (
     ALL_TO_ALL,
@@ -47,7 +48,8 @@ class Trip:
 
 def experts(start: int, local: LocalCall) -> LocalValue:
     """The op whose layer begins at argument `start`; before it, the backward has the gradient of its result."""
-    args, trips = list(local.args), list[Trip]()
+    args, trips, index = list(local.args), list[Trip](), local.args[start + INDEX]
+    readers = set(index.users)
     if start == 0 and local.build.meta.get("phase") != "backward" and "key" in local.build.meta:
         _count(local, args[INDEX], args[FIRST])
     for axis in local.axes_with(ALL_TO_ALL):
@@ -58,6 +60,7 @@ def experts(start: int, local: LocalCall) -> LocalValue:
     if any(local.geometry.coordinates[axis] for axis in local.axes_with(INSIDE)):
         args[start + DOWN_BIAS] = None
     node = local.build.op(local.call.target, *args)
+    _note_readers(local, index, readers)
     _note_share(local, node, trips, args[start + INDEX])
     if start == 0:
         return _returned(local, trips, [node])[0]
@@ -80,6 +83,16 @@ def _count(local: LocalCall, index: fx.Node, first: int) -> None:
     chunks = [replace(geometry, coordinates=there).chunk(shape, layout) for there in product(*holders)]
     spans = tuple((starts[0], starts[0] + lengths[0]) for starts, lengths in chunks)
     node.meta[EXPERT_COUNT] = ExpertCount(local.build.meta["key"].rpartition("/")[0], axes, spans)
+
+
+def _note_readers(local: LocalCall, index: fx.Node, before: set[fx.Node]) -> None:
+    """Mark the new nodes that read of `index` where the chosen experts' weights are."""
+    if "key" not in local.build.meta:
+        return
+    reads = ReadsRouting(local.build.meta["key"].rpartition("/")[0], index.name)
+    for node in index.users:
+        if node not in before and EXPERT_COUNT not in node.meta:
+            node.meta[READS_ROUTING] = reads
 
 
 def _up(local: LocalCall) -> int:

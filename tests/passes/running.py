@@ -39,7 +39,8 @@ class Step:
         )
         early = sum(output.kind is not OutputKind.GRADIENT for output in program.outputs)
         backward = [it.backward for it in self.programs if it.backward is not None]
-        saved = [iter(result[early:]) for result in results]
+        kept_from = early + len(self.programs[0].expert_counts)
+        saved = [iter(result[kept_from:]) for result in results]
         given = [
             [values[rank][name] if name in self._tangents else next(saved[rank]) for name in inputs_of(backward[rank])]
             for rank in ranks

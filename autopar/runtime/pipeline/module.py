@@ -180,6 +180,12 @@ class PipelineModule(ParallelModule):
     def reset_expert_load(self) -> None:
         """Nothing is counted."""
 
+    def rebalance(self, *, move_cost: float = 0.0, time_limit_s: float = 10.0) -> NoReturn:
+        raise UnsupportedOptionError(
+            "a pipeline does not move its experts: their order is known to a step on one mesh alone",
+            fix="use a mesh without a pipeline axis, or place the experts before training",
+        )
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do: the parameters lie as planned from the start."""
 

@@ -19,12 +19,14 @@ from autopar.passes.observed import ExpertCount
 class ExpertLoad:
     """Choices by expert, of the tokens of all ranks; dropped ones do not count.
 
-    `counts`: by path of the layer, int64 [experts]. `spans`: by layer, first and end of the experts that each group of
-    ranks holds; one span where every rank holds all.
+    `counts`: by path of the layer, int64 [experts]. `spans`: by layer, first and end of the slots that each group of
+    ranks holds; one span where every rank holds all. `moved`: by layer, the expert in each slot, of layers that were
+    rebalanced; in all others expert e has slot e.
     """
 
     counts: Mapping[str, Tensor]
     spans: Mapping[str, tuple[tuple[int, int], ...]]
+    moved: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -42,12 +44,21 @@ class ExpertLoad:
         return torch.stack(list(self.counts.values())) if sizes else torch.zeros((0, 0), dtype=torch.int64)
 
     @property
+    def holders(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """By layer, the experts of each group of ranks, in the order of the mesh."""
+        found = {}
+        for layer, spans in self.spans.items():
+            experts = self.moved.get(layer, tuple(range(len(self.counts[layer]))))
+            found[layer] = tuple(experts[start:end] for start, end in spans)
+        return MappingProxyType(found)
+
+    @property
     def device_load(self) -> Mapping[str, Tensor]:
         """By layer, int64 [groups]: the choices that each group of ranks computes, in the order of the mesh."""
         return MappingProxyType(
             {
-                layer: torch.stack([count[start:end].sum() for start, end in self.spans[layer]])
-                for layer, count in self.counts.items()
+                layer: torch.stack([self.counts[layer][list(experts)].sum() for experts in groups])
+                for layer, groups in self.holders.items()
             }
         )
 
@@ -74,22 +85,25 @@ class ExpertCounter:
     mesh: DeviceMesh
     sums: dict[ExpertCount, Tensor] = field(default_factory=dict)
 
+    def expect(self, what: Sequence[ExpertCount]) -> None:
+        """Count these from zero, unless they are counted already."""
+        for key in what:
+            experts = max(end for _, end in key.spans)
+            self.sums.setdefault(key, torch.zeros(experts, dtype=torch.int64, device=self.mesh.device_type))
+
     def add(self, what: Sequence[ExpertCount], counts: Sequence[Tensor]) -> None:
-        """The counts of one call."""
+        """The counts of one call, of what was expected."""
         for key, count in zip(what, counts, strict=True):
-            if key in self.sums:
-                self.sums[key] += count
-            else:
-                self.sums[key] = count.clone()
+            self.sums[key] += count
 
     def reset(self) -> None:
         """Start anew."""
         for count in self.sums.values():
             count.zero_()
 
-    def load(self) -> ExpertLoad:
+    def load(self, moved: Mapping[str, tuple[int, ...]]) -> ExpertLoad:
         """In all; to be called on every rank of the mesh. Several shapes of input, and several calls of one layer, add
-        up."""
+        up. `moved`: see `ExpertLoad`."""
         counts: dict[str, Tensor] = {}
         spans: dict[str, tuple[tuple[int, int], ...]] = {}
         for key, count in self.sums.items():
@@ -98,4 +112,4 @@ class ExpertCounter:
                 dist.all_reduce(total, group=self.mesh.get_group(axis))
             counts[key.layer] = counts[key.layer] + total.cpu() if key.layer in counts else total.cpu()
             spans[key.layer] = key.spans
-        return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans))
+        return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans), MappingProxyType(dict(moved)))

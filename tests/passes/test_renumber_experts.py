@@ -1,0 +1,80 @@
+"""Moved experts: what is emitted reads slots, and computes what it did with the weights in their own order."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.program import OutputKind
+from autopar.capture.trace import capture
+from autopar.nn import Experts, MixtureOfExperts, TopKGate
+from autopar.passes.pipeline import LocalProgram
+from autopar.passes.renumber_experts import renumber_experts
+from tests.passes.filecheck import check
+from tests.passes.hand_plans import S0, assigned
+from tests.passes.running import Step, emit_all
+
+LAYER, WEIGHTS = "layer.experts", ("layer.experts.up_proj", "layer.experts.down_proj")
+SLOTS = torch.tensor([2, 0, 3, 1])
+
+
+class Model(nn.Module):
+    """With a capacity that drops some choices, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        gate = TopKGate(8, 4, 2, capacity_factor=0.75)
+        self.layer = MixtureOfExperts(gate, Experts(4, 8, 6, activation="gelu"))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, aux_loss = self.layer(x)
+        return out.square().mean() + aux_loss
+
+
+def renumbered(local: LocalProgram, slots: dict[str, Tensor]) -> LocalProgram:
+    assert local.backward is not None
+    return replace(
+        local, forward=renumber_experts(local.forward, slots), backward=renumber_experts(local.backward, slots)
+    )
+
+
+def test_slots_are_read_before_the_layer_and_before_its_backward() -> None:
+    program = capture(Model(), (torch.randn(8, 8, dtype=torch.float64),), {})
+    local = renumbered(emit_all(program, assigned(program, S0, {}))[0], {LAYER: SLOTS})
+    expected = """
+        CHECK: expert_counts = autopar.expert_counts.default(where,
+        CHECK: expert_slots_default = autopar.expert_slots.default(where, expert_slots_of_experts)
+        CHECK: autopar.experts.default(reshape_6, expert_slots_default,
+    """
+    check(local.forward, expected)
+    assert local.backward is not None
+    check(local.backward, "CHECK: autopar.expert_slots.default(\nCHECK: autopar.experts_backward.default(")
+
+
+def test_with_moved_weights_and_their_slots_everything_is_what_it_was() -> None:
+    model, x = Model(), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in WEIGHTS:
+            moved.get_parameter(name)[SLOTS] = model.get_parameter(name)
+    program = capture(model, (x,), {})
+    assignment = assigned(program, S0, {})
+    programs = emit_all(program, assignment)
+    expected = Step(model, (x,), programs, assignment).run()
+    found = Step(moved, (x,), [renumbered(item, {LAYER: SLOTS}) for item in programs], assignment).run()
+    assert found.keys() == expected.keys()
+    for (kind, name), value in found.items():
+        rows = SLOTS if kind is OutputKind.GRADIENT and name in WEIGHTS else slice(None)
+        value = value[rows] if value.dim() else value
+        torch.testing.assert_close(value, expected[kind, name], rtol=1e-12, atol=1e-12)
+
+
+def test_other_layers_stay_as_they_are() -> None:
+    program = capture(Model(), (torch.randn(8, 8, dtype=torch.float64),), {})
+    local = emit_all(program, assigned(program, S0, {}))[0]
+    assert renumber_experts(local.forward, {"another": SLOTS}).code == local.forward.code
