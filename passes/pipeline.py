@@ -89,10 +89,18 @@ def emit(
 
 @collector_paused()
 def emit_ranks(
-    program: Program, assignment: Assignment, geometries: Sequence[RankGeometry], observer: Observer | None = None
+    program: Program,
+    assignment: Assignment,
+    geometries: Sequence[RankGeometry],
+    observer: Observer | None = None,
+    *,
+    fake_calls: FakeCalls | None = None,
 ) -> list[LocalProgram]:
-    """The programs of several ranks, as `emit` makes each of them; what ranks have in common is worked out once."""
-    fake_calls = FakeCalls(fake_mode_of(program.graph_module))
+    """The programs of several ranks, as `emit` makes each of them; what ranks have in common is worked out once.
+
+    `fake_calls`: of the mode of the program's fake values; given again, it knows what other emissions have called.
+    """
+    fake_calls = fake_calls or FakeCalls(fake_mode_of(program.graph_module))
     jobs = [Emission(program, assignment, geometry, fake_calls) for geometry in geometries]
     shared = _run(SHARED_PASSES, program.graph_module, jobs[0], observer)
     locals_ = []

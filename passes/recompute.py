@@ -26,9 +26,9 @@ def recompute(gm: fx.GraphModule, program: Program, names: Collection[str]) -> f
     place, so it draws the same numbers; the new value of a mutated buffer is taken from the original alone.
     Ensures: a copy has the metadata of its original, but the backward's phase, and names it under `RECOMPUTES`.
     """
-    gm = copy_graph(gm)
     if not names:
         return gm
+    gm = copy_graph(gm)
     late = backward_nodes(gm.graph, program)
     copier = _Copier(late, frozenset(names))
     for node in list(gm.graph.nodes):

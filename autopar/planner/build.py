@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.capture.program import Program
 from autopar.collector import collector_paused
+from autopar.fake_calls import FakeCalls
+from autopar.passes.localize import fake_mode_of
 from autopar.planner.decisions import Decision, result_key
 from autopar.planner.overlap import MoveCosts, Window, Windows
 from autopar.planner.prices import VIEWS, Prices
@@ -35,6 +38,7 @@ class PlanningProblem:
     problem: Problem
     mesh_shape: tuple[int, ...]
     edge_arguments: tuple[int, ...]
+    fake_calls: FakeCalls = field(repr=False, compare=False)  # what the emissions of candidates have in common
 
     def assignment(self, choice: Sequence[int], residency: Residency = USUAL) -> Assignment:
         """What the passes need of a choice."""
@@ -44,6 +48,11 @@ class PlanningProblem:
         """(producer, reader, which input of the reader, cost matrix) of every edge that moves a value."""
         edges = zip(self.problem.edges, self.edge_arguments, self.problem.edge_costs, strict=True)
         return ((*ends, argument, matrix) for ends, argument, matrix in edges if argument != TIED)
+
+    @cached_property
+    def seconds_of_reads(self) -> dict[tuple[int, int], Matrix]:
+        """By reader and which of its inputs: the cost matrix of the edge that feeds it."""
+        return {(reader, argument): matrix for _, reader, argument, matrix in self.reads()}
 
     def restricted(self, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> Problem:
         """The problem with, for the decisions named, only some strategies allowed."""
@@ -97,7 +106,8 @@ def build_problem(
         usage_limit=usage_limit,
         groups=tuple(groups.setdefault(decision.group, len(groups)) for decision in decisions),
     )
-    return PlanningProblem(program, decisions, problem, prices.mesh.shape, tuple(arguments))
+    fake_calls = FakeCalls(fake_mode_of(program.graph_module))
+    return PlanningProblem(program, decisions, problem, prices.mesh.shape, tuple(arguments), fake_calls)
 
 
 def _usage(decision: Decision) -> Matrix:

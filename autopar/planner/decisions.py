@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
 from autopar.errors import UnsupportedRandomError
 from autopar.planner.kinds import Kinds, owner
-from autopar.planner.node_prices import StrategyPrices
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
+from autopar.planner.strategy_prices import StrategyPrices
 from autopar.sharding.assignment import is_getitem
 from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import REPLICATE, Layout, ranks_per_dim, replicated

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from autopar.errors import InfeasibleProblemError
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem
+from autopar.planner.cheapest_first import CheapestFirst
 from autopar.planner.measure import Measured, measured_program
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.prices import Prices
@@ -26,6 +27,7 @@ LEVELS = 4  # narrow cuts of the forward before its own first reader at which a 
 GAP = 1e-3  # of the whole step: a better answer is not worth the search
 BISECTIONS = 6  # in search of the least memory
 SLACK = 0.01  # of the limit: a plan that leaves less unused is not tried again
+NEAR = 0.01  # of the whole step: so much more than with everything kept is not worth a search
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Fit:
     @cached_property
     def moves(self) -> MovesAgain:
         """What there is to move again."""
-        return MovesAgain(self.planning.decisions, self.choice, self.prices)
+        return MovesAgain(self.planning.decisions, self.choice, self.prices, self.planning.seconds_of_reads)
 
     @cached_property
     def of(self) -> Recomputation:
@@ -70,13 +72,18 @@ class Fit:
         decisions, shape = self.planning.decisions, self.planning.mesh_shape
         return Recomputation(self.saved, decisions, self.choice, shape, self.moves, self.pins)
 
-    @property
+    @cached_property
     def fastest(self) -> Residency:
         """The residency where memory does not matter: nothing recomputed but what is pinned, copies kept."""
         decisions = self.planning.decisions
         again = {index for index, pin in self.pins.items() if pin == "recompute" and decisions[index].kind == "op"}
         kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute"}
         return with_gathers(Residency(self.saved.closed(again) if again else frozenset()), self.moves.gathers, kept)
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds that the fastest residency takes more than the usual one."""
+        return self.seconds(self.fastest)
 
     @cached_property
     def checkpointed(self) -> Residency:
@@ -122,9 +129,7 @@ class Fit:
         constant = self._constant(start)
         tried = {start.residency}
         for _ in range(rounds):
-            found = self._solved(constant, limit, tried)
-            if found is None:
-                found = self.checkpointed
+            found = self._proposed(constant, limit, tried)
             if found in tried:
                 break
             tried.add(found)
@@ -133,7 +138,9 @@ class Fit:
             fits = last.measured.peak_bytes <= limit
             if fits and (best is None or last.seconds < best.seconds):
                 best = last
-            if fits and (self.budget.is_spent or last.measured.peak_bytes >= (1 - SLACK) * limit):
+            if fits and (self._is_near(last.seconds) or last.measured.peak_bytes >= (1 - SLACK) * limit):
+                break
+            if fits and self.budget.is_spent:
                 break
             fresh = self._constant(last)
             constant = fresh if fits or found == self.checkpointed else np.maximum(constant, fresh)
@@ -171,10 +178,22 @@ class Fit:
             )
         return constant
 
+    def _is_near(self, seconds: float) -> bool:
+        """Whether a search could gain next to nothing: a residency takes hardly more than the fastest."""
+        return seconds - self.least_s <= NEAR * self.step_s
+
+    def _proposed(self, constant: Array, limit: float, tried: Set[Residency]) -> Residency:
+        """What to try next: the cheapest values dropped first where that is near the best possible, else a search."""
+        first = CheapestFirst(self.of).under(constant, limit)
+        if first is not None and first not in tried and self._is_near(self.seconds(first)):
+            return first
+        found = self._solved(constant, limit, {*tried, *([first] if first else []), self.checkpointed})
+        return found or (first if first not in tried else None) or self.checkpointed
+
     def _solved(self, constant: Array, limit: float, known: Set[Residency]) -> Residency | None:
         problem, states = self.of.problem(constant, limit)
         whole = _with_node(problem, self.step_s)  # so that the gap is one of the step
-        starts = [self.of.picks(residency, states, len(whole.costs)) for residency in {*known, self.checkpointed}]
+        starts = [self.of.picks(residency, states, len(whole.costs)) for residency in known]
         costs = {start: evaluate(whole, start) for start in starts if start is not None}
         start = min((start for start, cost in costs.items() if np.isfinite(cost)), key=costs.__getitem__, default=None)
         try:

@@ -8,9 +8,9 @@ from autopar.cost_models.formula import Numeric, Priced
 from autopar.cost_models.memory import SHARD, TRAINED_SHARD
 from autopar.plan_details import MoveCost
 from autopar.planner.decisions import Decision
-from autopar.planner.node_prices import StrategyPrices
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
+from autopar.planner.strategy_prices import StrategyPrices
 from autopar.sharding.strategies import local_bytes
 
 

@@ -6,29 +6,29 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
 from autopar.capture.precision import Precision, Reduction
 from autopar.capture.program import Program
-from autopar.cost_models.simulator import StepOps
 from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
+from autopar.planner.bounds import is_relaxed, with_copies_kept
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
+from autopar.planner.candidate import Candidate
 from autopar.planner.constraints import Constraint, apply_constraints, residency_pins
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
-from autopar.planner.fit import Fit, Fitted
+from autopar.planner.fit import NEAR, Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.joint import joint_problem
-from autopar.planner.measure import Measured, measured_program, ops_without_rule, plan_entries, predicted_step_s
+from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.planner.reductions import reduced_after_casts
-from autopar.planner.residency import USUAL, Residency
+from autopar.planner.residency import Residency
 from autopar.planner.shortfall import does_not_fit
 from autopar.search import FORBIDDEN, Problem, Solution, evaluate, peak_usage, solve, solve_again
 from autopar.sharding.assignment import Assignment
@@ -39,6 +39,7 @@ MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL'
 CLOSE = 1.05  # candidates foreseen up to this much above the fastest simulated one are simulated too
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
 JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
+BOUND_GAP = 1e-3  # of the problem whose optimum bounds all plans
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
 
 GATHERS = {"fsdp": "recompute", "zero2": "keep"}
@@ -129,53 +130,6 @@ def program_hash(program: Program) -> str:
 def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
     """The plan of least predicted time that fits. Raises MemoryLimitError, ConstraintError or PlanError."""
     return Planner(program, mesh, options).run()
-
-
-@dataclass
-class Candidate:
-    """One choice; memory and step time are those of the emitted program, and only found when they are asked for."""
-
-    choice: tuple[int, ...]
-    solution: Solution
-    name: str
-    foreseen_s: float  # of the step, before anything is emitted
-    planning: PlanningProblem
-    prices: Prices
-    optimizer: Optimizer
-    residency: Residency = USUAL
-    residency_s: float = 0.0  # part of foreseen_s: more than the usual residency takes
-
-    @cached_property
-    def measured(self) -> Measured:
-        return measured_program(self.planning, self.choice, self.residency)
-
-    @cached_property
-    def step_ops(self) -> StepOps:
-        return self.measured.step_ops(self.prices, self.optimizer)
-
-    @cached_property
-    def step_s(self) -> float:
-        return self.step_ops.step_s
-
-    @property
-    def best_known_s(self) -> float:
-        """Seconds of the step as simulated, or as foreseen if it has not been."""
-        return self.step_s if "step_s" in self.__dict__ else self.foreseen_s
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.measured.peak_bytes
-
-    @property
-    def fitted(self) -> Fitted:
-        return Fitted(self.residency, self.residency_s, self.measured)
-
-
-def _with_residency(candidate: Candidate, residency: Residency, seconds: float) -> Candidate:
-    extra = seconds - candidate.residency_s
-    solution = replace(candidate.solution, cost=candidate.solution.cost + extra)
-    foreseen_s = candidate.foreseen_s + extra
-    return replace(candidate, solution=solution, foreseen_s=foreseen_s, residency=residency, residency_s=seconds)
 
 
 @dataclass
@@ -275,7 +229,7 @@ class Planner:
         seconds = predicted_step_s(self.planning, choice, self.prices)
         candidate = Candidate(choice, solution, name, seconds, self.planning, self.prices, self.options.optimizer)
         fit = self._fit(candidate)
-        candidate = _with_residency(candidate, fit.fastest, fit.seconds(fit.fastest))
+        candidate = candidate.with_residency(fit.fastest, fit.least_s)
         self.candidates.append(candidate)
         return candidate
 
@@ -291,14 +245,12 @@ class Planner:
 
     def _refitted(self, candidate: Candidate, fitted: Fitted) -> Candidate:
         """The candidate with another residency, measured."""
-        fresh = _with_residency(candidate, fitted.residency, fitted.seconds)
-        fresh.__dict__["measured"] = fitted.measured
-        return fresh
+        return candidate.with_residency(fitted.residency, fitted.seconds, fitted.measured)
 
     def _recompute(self) -> None:
         """Make candidates fit that are faster than any that fits as it is."""
         for candidate in sorted(self.candidates, key=lambda item: item.foreseen_s):
-            if candidate.foreseen_s >= self.fastest or candidate.peak_bytes <= self.limit:
+            if candidate.foreseen_s >= self.fastest or candidate.fits(self.limit):
                 return
             if (candidate.choice, candidate.name) not in self.tried:
                 self._fitted(candidate)
@@ -323,10 +275,15 @@ class Planner:
             if np.isfinite(evaluate(without_limit(self.planning.problem), choice)):
                 self.add(name, choice, self.as_solution(name, choice))
         free = self._solve(None)
-        if free is None or free.peak_bytes <= self.limit:
+        if free is None or free.fits(self.limit) or self._is_near_once_fitted(free):
             return
         if not self._search_jointly():
             self._search_tightened()
+
+    def _is_near_once_fitted(self, free: Candidate) -> bool:
+        """Whether recomputing under the layouts that are best without a limit comes near that best."""
+        fits, _ = self._fitted(free)
+        return fits and self.candidates[-1].solution.cost <= (1 + NEAR) * free.solution.bound
 
     def _search_jointly(self) -> bool:
         """Layouts and recomputation in one problem; whether what came of it fits."""
@@ -380,6 +337,18 @@ class Planner:
             return None
         return solution if np.isfinite(solution.cost) else None
 
+    @property
+    def bound(self) -> float:
+        """Below the cost of every plan; minus infinity where no search has been made."""
+        searched = [item for item in self.candidates if item.name == self.options.search_name]
+        if not searched or not np.isfinite(searched[0].solution.bound):
+            return -np.inf
+        relaxed = with_copies_kept(self.planning)
+        if not is_relaxed(relaxed, self.planning.problem):
+            return searched[0].solution.bound
+        start, gap = searched[0].choice, BOUND_GAP
+        return solve(relaxed, time_limit_s=self.budget.share_s, seed=self.options.seed, start=start, gap=gap).bound
+
     def _best(self) -> Candidate:
         """The fastest that fits, by the simulator, of the candidates that are foreseen to come close to the best."""
         fitting: dict[tuple[tuple[int, ...], Residency], Candidate] = {}  # each program is emitted once
@@ -388,7 +357,7 @@ class Planner:
             if candidate.foreseen_s > close_s:
                 break
             program = candidate.choice, candidate.residency
-            if program not in fitting and candidate.peak_bytes <= self.limit:
+            if program not in fitting and candidate.fits(self.limit):
                 fitting[program] = candidate
                 close_s = min(close_s, CLOSE * candidate.step_s)
         if fitting:
@@ -415,8 +384,6 @@ class Planner:
 
     def foreseen(self, best: Candidate, step_s: float, peak_bytes: int, *notes: str) -> Plan:
         """The plan of a candidate that is not emitted, with the time and memory that are given."""
-        searched = [item.solution.bound for item in self.candidates if item.name == self.options.search_name]
-        is_bounded = bool(searched) and not best.residency.gathered_once
         return Plan(
             mesh_shape=self.mesh.shape,
             axis_names=self.mesh.axis_names,
@@ -430,7 +397,7 @@ class Planner:
             memory_limit_bytes=self.limit,
             optimizer=self.options.optimizer.name,
             cost=best.solution.cost,
-            bound=max(0.0, min([best.solution.cost, *searched[:1]])) if is_bounded else 0.0,
+            bound=max(0.0, min(best.solution.cost, self.bound)),
             notes=notes,
             without_rule=ops_without_rule(self.planning, self.rules),
             alternatives={item.name: item.best_known_s for item in self.candidates},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from autopar.collector import collector_paused
 from autopar.cost_models.simulator import StepOps
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram, emit_ranks
@@ -108,7 +109,7 @@ class _Moves:
         self, planning: PlanningProblem, choice: Sequence[int], prices: Prices, gathered_once: Set[int]
     ) -> None:
         self.planning, self.choice, self.prices = planning, choice, prices
-        self.gathers = MovesAgain(planning.decisions, choice, prices)
+        self.gathers = MovesAgain(planning.decisions, choice, prices, planning.seconds_of_reads)
         self.gathered_once = gathered_once
         self.done: set[tuple[int, int, Layout, str]] = set()
 
@@ -201,11 +202,12 @@ class Measured:
         )
 
 
+@collector_paused()
 def measured_program(planning: PlanningProblem, choice: Sequence[int], residency: Residency = USUAL) -> Measured:
     """The memory of the emitted program under a choice."""
     assignment = planning.assignment(choice, residency)
     ranks = list(dict.fromkeys(telling_ranks(assignment)))
-    programs = emit_ranks(planning.program, assignment, ranks)
+    programs = emit_ranks(planning.program, assignment, ranks, fake_calls=planning.fake_calls)
     fullest, timeline = max(((it, predicted_timeline(it)) for it in programs), key=lambda pair: pair[1].peak_bytes)
     memory = dict(timeline.peak_by_kind())
     state = 0

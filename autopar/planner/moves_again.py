@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.decisions import Decision
 from autopar.planner.prices import Prices
@@ -14,6 +17,7 @@ from autopar.sharding.layout import Layout, replicated
 from autopar.sharding.reshard import moves_once, reshard_steps
 from autopar.sharding.strategies import local_bytes
 
+Matrix = npt.NDArray[np.float64]
 Value = tuple[int, int, Layout]
 """A value in the layout in which it is read: decision, output, layout."""
 
@@ -60,6 +64,7 @@ class MovesAgain:
     decisions: Sequence[Decision]
     choice: Sequence[int]
     prices: Prices
+    reads: Mapping[tuple[int, int], Matrix] = field(default_factory=dict)  # by reader and input: seconds, some hidden
     roots: list[int] = field(init=False)
     late: list[bool] = field(init=False)
     _seconds: dict[Value, float] = field(init=False, default_factory=dict)
@@ -68,10 +73,12 @@ class MovesAgain:
         self.roots, self.late = roots_of(self.decisions), late_decisions(self.decisions)
         self.last_early: dict[Value, int] = {}  # what the forward reads: its last reader
         self.first_late: dict[Value, int] = {}
+        self._late_read: dict[Value, tuple[int, int]] = {}  # the same reader, and which of its inputs
         for index, late in enumerate(self.late):
-            for value in self._read(index):
+            for argument, value in enumerate(self._read(index)):
                 if late:
                     self.first_late.setdefault(value, index)
+                    self._late_read.setdefault(value, (index, argument))
                 else:
                     self.last_early[value] = index
 
@@ -137,10 +144,10 @@ class MovesAgain:
     def _gathered_again(self, values: Iterable[Value]) -> Iterator[Gather]:
         """What the backward gathers though the forward has: with `gathered_once` it reads the forward's copy."""
         for value in values:
-            seconds, copy = self._cost(value, kept=True), self._early_copy(value)
-            if seconds > 0 and copy is not None:
+            copy = self._early_copy(value)
+            if self._cost(value, kept=False) > 0 and copy is not None:
                 end, start = self.last_early[copy] + 1, self.first_late[value]
-                yield Gather(seconds, self._copy_bytes(copy), end, start, is_direct=True)
+                yield Gather(self._cost(value, kept=True), self._copy_bytes(copy), end, start, is_direct=True)
 
     def _gathered_below_views(self, values: Iterable[Value]) -> Iterator[Gather]:
         """Views that the forward takes of a gathered copy, and the backward reads: recomputed, they gather again."""
@@ -169,6 +176,7 @@ class MovesAgain:
         return [(it.decision, it.output, target) for it, target in zip(decision.sources, targets, strict=True)]
 
     def _cost(self, value: Value, *, kept: bool) -> float:
+        """Seconds of a move: of a kept value as the search problem has it, which hides some behind computation."""
         index, output, target = value
         producer = self.decisions[index]
         layout, spec = producer.strategies[self.choice[index]].outputs[output], producer.specs[output]
@@ -178,6 +186,9 @@ class MovesAgain:
             return 0.0
         if kept and producer.kind == "op" and value in self.last_early and moves_once(layout, target, mesh_shape):
             return 0.0
+        read = self._late_read.get(value) if kept else None
+        if read is not None and read in self.reads:
+            return float(self.reads[read][self.choice[index], self.choice[read[0]]])
         if value not in self._seconds:
             steps = reshard_steps(spec, layout, target, mesh_shape, self.prices.collective)
             self._seconds[value] = sum(step.seconds for step in steps)

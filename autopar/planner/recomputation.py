@@ -9,9 +9,10 @@ what the emitted program holds, less the saved values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from autopar.planner.saved_values import FREE, KEEP, Piece, SavedValue, SavedVal
 from autopar.search import FORBIDDEN, Problem
 
 Array = npt.NDArray[np.float64]
+Life = tuple[int, int, float]
+"""First moment, the moment after the last, bytes."""
 
 
 def states_of(value: SavedValue, pin: str | None) -> tuple[State, ...]:
@@ -63,30 +66,84 @@ class Recomputation:
     moves: MovesAgain
     pins: Mapping[int, str]
 
-    def bytes(self, index: int) -> int:
-        """What a saved value holds."""
-        return self.saved.values[index].bytes(self.decisions[index], self.choice[index], self.mesh_shape)
+    @cached_property
+    def bytes(self) -> dict[int, int]:
+        """What each saved value holds."""
+        choice, shape = self.choice, self.mesh_shape
+        return {it: value.bytes(self.decisions[it], choice[it], shape) for it, value in self.saved.values.items()}
+
+    @cached_property
+    def seconds(self) -> dict[int, float]:
+        """What recomputing each saved value takes, with the moves of inputs that are there in any case."""
+        return {index: self._seconds(index) for index in self.saved.values}
+
+    def _seconds(self, index: int) -> float:
+        own = (
+            float(self.decisions[index].seconds[self.choice[index]])
+            if self.saved.values[index].is_read_forward
+            else 0.0
+        )
+        return own + self.moves.always(index, self.saved.values) + self.moves.to_backward(index)
 
     def held(self, residency: Residency, moments: npt.NDArray[np.int64]) -> Array:
         """Bytes of the saved values and gathered copies at some moments, from the end of their forward on."""
-        states, count = self.states(residency.recomputed), len(self.decisions)
-        changes: dict[int, float] = {}
-        for start, end, bytes_ in self._lives(states, residency, count):
-            changes[start] = changes.get(start, 0.0) + bytes_
-            changes[end] = changes.get(end, 0.0) - bytes_
-        times = np.array(sorted(changes), dtype=np.int64)
-        sums = np.concatenate([[0.0], np.cumsum([changes[time] for time in times.tolist()])])
+        times, sums = self._profile(residency)
         held: Array = sums[np.searchsorted(times, moments, side="right")]
         return held
 
-    def _lives(self, states: Mapping[int, State], residency: Residency, count: int) -> Iterator[tuple[int, int, float]]:
+    def beside_values(self, live: Array) -> Array:
+        """What a program holds beside its saved values, as in `problem`, if `live` is alive while each decision runs,
+        saved values included, and every one of them is kept."""
+        states, count = self.states(frozenset()), len(self.decisions)
+        values = _profile_of(self._value_lives(states))
+        held = values[1][np.searchsorted(values[0], np.arange(count) * (count + 1) + count, side="right")]
+        return np.repeat((live - held)[:, None], 2, axis=1)
+
+    def levels(self, residency: Residency, constant: Array) -> Array:
+        """The most that is held in each slot (`slots`), with `constant` (as in `problem`) beside it."""
+        times, sums = self._profile(residency)
+        most = sums[np.searchsorted(times, self.slots, side="right")]
+        np.maximum.at(most, np.searchsorted(self.slots, times, side="right") - 1, sums[1:])
+        found: Array = most + constant.reshape(-1)
+        return found
+
+    @cached_property
+    def slots(self) -> npt.NDArray[np.int64]:
+        """When each number of `constant` begins to hold: two moments per decision."""
+        count = len(self.decisions)
+        starts = np.arange(count) * (count + 1)
+        return np.stack([starts, starts + count], axis=1).reshape(-1)
+
+    def held_longer(self, index: int, state: State) -> Iterator[tuple[int, int]]:
+        """Ranges of slots in which a saved value is held if it is kept, but not in `state`."""
+        for piece in self._pieces[index]:
+            if KEEP in piece.states and state not in piece.states:
+                yield self._slots_of(piece.start, piece.end)
+
+    def _slots_of(self, start: int, end: int) -> tuple[int, int]:
+        first, last = np.searchsorted(self.slots, [start, end - 1], side="right").tolist()
+        return first - 1, last
+
+    def _profile(self, residency: Residency) -> tuple[npt.NDArray[np.int64], Array]:
+        """The moments at which what is held changes, and the bytes before the first and after each of them."""
+        states = self.states(residency.recomputed)
+        return _profile_of(chain(self._gather_lives(residency), self._value_lives(states)))
+
+    def _gather_lives(self, residency: Residency) -> Iterator[Life]:
+        count = len(self.decisions)
         for index, gather in self.moves.gathers.items():
             if gather.is_kept(index, residency):
                 yield moment(gather.end, 0, count), moment(max(gather.end, gather.start), 0, count), gather.bytes
-        for index, value in self.saved.values.items():
-            for piece in value.pieces(count):
+
+    def _value_lives(self, states: Mapping[int, State]) -> Iterator[Life]:
+        for index, pieces in self._pieces.items():
+            for piece in pieces:
                 if states[index] in piece.states:
-                    yield piece.start, piece.end, self.bytes(index)
+                    yield piece.start, piece.end, self.bytes[index]
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[Piece]]:
+        return {index: value.pieces(len(self.decisions)) for index, value in self.saved.values.items()}
 
     def states(self, recomputed: Set[int]) -> dict[int, State]:
         """The states that the emitted program has: each value is recomputed right before its first reader."""
@@ -123,9 +180,9 @@ class Recomputation:
 
     def pieces(self, index: int, value: SavedValue, options: tuple[State, ...]) -> list[Piece]:
         """The intervals in which some state holds the value; each has a node, after those of the values."""
-        if not self.bytes(index):
+        if not self.bytes[index]:
             return []
-        return [piece for piece in value.pieces(len(self.decisions)) if not piece.states.isdisjoint(options)]
+        return [piece for piece in self._pieces[index] if not piece.states.isdisjoint(options)]
 
     def problem(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
         """The problem under a limit in bytes, and each node's states.
@@ -133,6 +190,15 @@ class Recomputation:
         `constant`: what else is held, [decision, 2]: while values are recomputed for a decision, and while it runs.
         """
         return _Builder(self).build(constant, limit)
+
+
+def _profile_of(lives: Iterable[Life]) -> tuple[npt.NDArray[np.int64], Array]:
+    """The moments at which what is alive changes, and the bytes before the first and after each of them."""
+    found = np.array(list(lives), dtype=np.float64).reshape(-1, 3)
+    ends = np.concatenate([found[:, 0], found[:, 1]]).astype(np.int64)
+    times, places = np.unique(ends, return_inverse=True)
+    changes = np.bincount(places, np.concatenate([found[:, 2], -found[:, 2]]), len(times))
+    return times, np.concatenate([[0.0], np.cumsum(changes)])
 
 
 class _Builder:
@@ -148,8 +214,9 @@ class _Builder:
         values = self.of.saved.values
         states = [states_of(value, self.of.pins.get(index)) for index, value in values.items()]
         place = {index: node for node, index in enumerate(values)}
-        for value, options in zip(values.values(), states, strict=True):
-            self._add(self._seconds(value, options), np.zeros(len(options)), (0, 0))
+        for index, options in zip(values, states, strict=True):
+            again = np.array([isinstance(state, int) for state in options])
+            self._add(again * self.of.seconds[index], np.zeros(len(options)), (0, 0))
         states += [self._add_gather(gather, self.of.pins.get(index)) for index, gather in self.of.moves.gathers.items()]
         for node, (index, value) in enumerate(values.items()):
             for reader in value.readers:
@@ -180,14 +247,6 @@ class _Builder:
         self.edges.append((first, second))
         self.edge_costs.append(matrix)
 
-    def _seconds(self, value: SavedValue, options: tuple[State, ...]) -> Array:
-        """What recomputing costs, with the moves of inputs that are there in any case."""
-        decision, pick = self.of.decisions[value.decision], self.of.choice[value.decision]
-        again = float(decision.seconds[pick]) if value.is_read_forward else 0.0
-        again += self.of.moves.always(value.decision, self.of.saved.values)
-        again += self.of.moves.to_backward(value.decision)
-        return np.array([again if isinstance(state, int) else 0.0 for state in options])
-
     def _add_gather(self, gather: Gather, pin: str | None) -> tuple[State, ...]:
         """A copy that is kept costs nothing in the backward."""
         seconds, bytes_ = np.array([gather.seconds, 0.0]), np.array([0.0, float(gather.bytes)])
@@ -213,7 +272,7 @@ class _Builder:
 
     def _add_pieces(self, node: int, value: SavedValue, options: tuple[State, ...]) -> None:
         """A follower per interval, which holds the value or does not."""
-        bytes_ = float(self.of.bytes(value.decision))
+        bytes_ = float(self.of.bytes[value.decision])
         for piece in self.of.pieces(value.decision, value, options):
             held = np.array([state in piece.states for state in options])
             follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))

@@ -1,0 +1,83 @@
+"""A first residency that fits: whatever frees most bytes per second of recomputation is not kept, first of all.
+
+Layers decide one by one, the early ones first: what they hold lives longest, and is recomputed when the rest is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.recomputation import Recomputation, with_gathers
+from autopar.planner.residency import Residency
+
+Array = npt.NDArray[np.float64]
+LENGTHS = 9  # of the order, from nothing dropped to all of it, among which to look for one that fits
+
+
+@dataclass(frozen=True)
+class CheapestFirst:
+    """Residencies of one choice of layouts, from nothing dropped to all that may be."""
+
+    of: Recomputation
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Saved values and gathered copies by seconds per byte, without those that are pinned."""
+        of, gathers = self.of, self.of.moves.gathers
+        found = [(gather.seconds / gather.bytes, index) for index, gather in gathers.items() if gather.bytes]
+        found += [(of.seconds[index] / held, index) for index, held in of.bytes.items() if held]
+        return tuple(index for _, index in sorted(found) if of.pins.get(index) is None)
+
+    def under(self, constant: Array, limit: float) -> Residency | None:
+        """As little dropped as is foreseen to fit; None where none of `LENGTHS` does, for more is not always less."""
+        few = -1
+        for enough in np.unique(np.linspace(0, len(self.order), LENGTHS).astype(int)).tolist():
+            if self._most(enough, constant) <= limit:
+                break
+            few = enough
+        else:
+            return None
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            if self._most(middle, constant) <= limit:
+                enough = middle
+            else:
+                few = middle
+        return self.residency(self._needed(self.order[:enough], constant, limit))
+
+    def _most(self, dropped: int, constant: Array) -> float:
+        """The most that is held with so many of the order dropped."""
+        return float(self._levels(self.order[:dropped], constant).max(initial=0.0))
+
+    def residency(self, dropped: Collection[int]) -> Residency:
+        """What is dropped is not kept; what is pinned is as it is pinned."""
+        of, gathers = self.of, self.of.moves.gathers
+        first = {*dropped, *(index for index, pin in of.pins.items() if pin == "recompute")}
+        again = of.saved.closed(first & of.saved.values.keys())
+        return with_gathers(Residency(again), gathers, gathers.keys() - first)
+
+    def _levels(self, dropped: Collection[int], constant: Array) -> Array:
+        return self.of.levels(self.residency(dropped), constant)
+
+    def _needed(self, dropped: Sequence[int], constant: Array, limit: float) -> list[int]:
+        """`dropped` without what fits after all, the dearest first: it is not held when memory is tight."""
+        of = self.of
+        levels, states = self._levels(dropped, constant), of.states(self.residency(dropped).recomputed)
+        needed = []
+        for index in reversed(dropped):
+            value, state = of.saved.values.get(index), states.get(index)
+            if value is None or not value.direct or state is None:
+                needed.append(index)
+                continue
+            spans = list(of.held_longer(index, state))
+            if all(levels[first:last].max(initial=0.0) + of.bytes[index] <= limit for first, last in spans):
+                for first, last in spans:
+                    levels[first:last] += of.bytes[index]
+            else:
+                needed.append(index)
+        return needed
