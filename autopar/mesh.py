@@ -45,10 +45,17 @@ class Mesh:
         names = tuple(axis_names) if axis_names else tuple(f"axis{index}" for index in range(len(sizes)))
         if len(names) != len(sizes) or len(set(names)) != len(names):
             raise MeshError(f"axis names {names} do not name the {len(sizes)} axes one by one")
+        profile = _profile(hardware)
+        for what in ("rank_speeds", "rank_memory_bytes"):
+            if len(getattr(profile, what)) > math.prod(sizes):
+                raise HardwareProfileError(
+                    f"{profile.name} has {len(getattr(profile, what))} {what}, and the mesh {sizes} has fewer ranks",
+                    fix="list those of the ranks of this mesh, in rank order, the last axis fastest",
+                )
         for field, value in (
             ("shape", sizes),
             ("axis_names", names),
-            ("profile", _profile(hardware)),
+            ("profile", profile),
             ("device_type", device_type),
         ):
             object.__setattr__(self, field, value)

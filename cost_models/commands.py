@@ -28,18 +28,21 @@ def add_commands(subparsers: Any) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("hardware.json"), help="default: hardware.json")
     parser.add_argument("--base", help="a profile for what cannot be measured (default: the device's own)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure (default 60); more is better "
+                        "where other work runs on the machine")  # fmt: skip
     parser.set_defaults(run=run_calibrate)
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Calibrate, write the profile from rank 0, print the residuals."""
-    from autopar.cost_models.calibrate import calibrate, launched_world, measurement_names
+    from autopar.cost_models.calibrate import calibrate, measurement_names
+    from autopar.cost_models.measuring import launched_world
 
     base = load_profile(options.base) if options.base else None
     with launched_world() as world:
         first = world.rank == 0
         with _progress(measurement_names(world) if first else []) as report:
-            profile = calibrate(world, base=base, report=report)
+            profile = calibrate(world, base=base, most_s=options.seconds, report=report)
         if first:
             options.output.write_text(profile.to_json())
             _print(profile, options)

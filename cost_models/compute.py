@@ -23,6 +23,7 @@ Mask: TypeAlias = Literal["none", "causal", "dense"]
 ROOFLINE = "Williams, Waterman and Patterson, CACM 52(4), 2009 (roofline); curve: the profile's source"
 _launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s efficiency ramp_s tile")
 _rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
+_kernel = symbols("kernel_bytes_per_s")[0]
 _moved, _flops, _cache, _cache_rate = symbols("moved_bytes flops cache_bytes cache_bytes_per_s")
 _batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
 _MEMORY_UNITS = {"memory_bytes_per_s": "B/s", "cache_bytes": "B", "cache_bytes_per_s": "B/s"}
@@ -57,6 +58,13 @@ MEMORY_BOUND = Formula(
     ROOFLINE,
     leaves_out="strided access, more than one level of cache",
 )  # fmt: skip
+KERNEL = Formula(
+    "measured op",
+    _launch + sympy.Max(_moved / _kernel, _traffic_s(_moved)),
+    {"moved_bytes": "B", "kernel_bytes_per_s": "B/s", **_MEMORY_UNITS, "launch_s": "s"},
+    "python -m autopar calibrate times the op on a few sizes",
+    leaves_out="other shapes of the same size",
+)
 DENSE = Formula(
     "compute-bound op",
     _launch + sympy.Max(_flops / (_peak * _efficiency) + _ramp, _traffic_s(_moved)),
@@ -96,6 +104,18 @@ def memory_bound_price(device: Device, moved_bytes: Numeric, dtype: str | None =
     return Priced(MEMORY_BOUND, {"moved_bytes": moved_bytes, "flops": flops, **_memory_numbers(device, dtype)})
 
 
+def kernel_price(device: Device, op: str, moved_bytes: Numeric, dtype: str | None = None) -> Priced:
+    """The price of one op that is no product: as it was measured on the device, else memory-bound.
+
+    `op`: its name in `Device.kernels`, such as "aten.gelu".
+    """
+    cost = device.kernels.get(op)
+    if cost is None:
+        return memory_bound_price(device, moved_bytes, dtype)
+    numbers = {"kernel_bytes_per_s": cost.bytes_per_s, "launch_s": cost.launch_s, **_memory_rates(device)}
+    return Priced(KERNEL, {"moved_bytes": moved_bytes, **numbers}, label=op)
+
+
 def explain_memory_bound(device: Device, moved_bytes: Numeric, dtype: str | None = None, flops: Numeric = 0.0) -> str:
     """The formula of `memory_bound_seconds` with its numbers."""
     return MEMORY_BOUND.explain(moved_bytes=moved_bytes, flops=flops, **_memory_numbers(device, dtype))
@@ -127,11 +147,14 @@ def attention_seconds(
 ) -> Number:
     """Seconds of fused attention; `key_value_heads` below `heads` is grouped-query attention.
 
-    Forward is 2 matmuls per score, backward 5 (the scores are computed again). A causal mask halves the scores.
+    Forward is 2 matmuls per score, backward 5 (the scores are computed again). A causal mask leaves the device's
+    `causal_fraction` of the scores.
     """
+    causal, grouped = device.causal_fraction, key_value_heads
     work = attention_work(
-        dtype, batch, heads, q_len, k_len, head_dim, direction=direction, mask=mask, key_value_heads=key_value_heads
-    )
+        dtype, batch, heads, q_len, k_len, head_dim, direction=direction, mask=mask, key_value_heads=grouped,
+        causal_fraction=causal,
+    )  # fmt: skip
     return attention_price(device, dtype, *work, direction).value
 
 
@@ -153,6 +176,7 @@ def attention_work(
     direction: Direction = "forward",
     mask: Mask = "none",
     key_value_heads: Any = None,
+    causal_fraction: float = 0.5,
 ) -> tuple[Any, Any]:
     """The flops of fused attention and the bytes it reads and writes.
 
@@ -163,7 +187,7 @@ def attention_work(
     if direction not in ("forward", "backward"):
         raise UnpricedError(f"attention direction {direction!r} has no price", fix="use 'forward' or 'backward'")
     grouped = heads if key_value_heads is None else key_value_heads
-    scores = batch * heads * q_len * k_len * (0.5 if mask == "causal" else 1.0)
+    scores = batch * heads * q_len * k_len * (causal_fraction if mask == "causal" else 1.0)
     flops = (4 if direction == "forward" else 10) * scores * head_dim
     queries, keys = batch * heads * q_len * head_dim, batch * grouped * k_len * head_dim
     elements = 2 * queries + 2 * keys if direction == "forward" else 4 * queries + 4 * keys

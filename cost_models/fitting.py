@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize_scalar
 
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import (
+    Direction,
+    Mask,
     attention_seconds,
     convolution_seconds,
     host_copy_seconds,
+    kernel_price,
     matmul_seconds,
     memory_bound_seconds,
 )
-from autopar.cost_models.hardware import AxisLinks, Device, MatmulCurve
+from autopar.cost_models.hardware import AxisLinks, Device, KernelCost, MatmulCurve
 
 _PULL = 0.03  # a weak pull to the start, for what no sample decides
+_SOFT = 0.2  # errors of log(predicted / measured) beyond this count less
 _CACHE_START_BYTES = 4e6
 HEADROOM = 1.05  # a fitted peak lies this far above the best rate measured, so that efficiencies stay below 1
 
@@ -47,16 +51,27 @@ class MoveSample:
 
     moved_bytes: int
     seconds: float
+    to_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSample:
+    """A timed op, by its name in `Device.kernels`."""
+
+    op: str
+    moved_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSample:
-    """A timed causal attention in one direction: (batch, heads, length, head_dim)."""
+    """A timed attention in one direction: (batch, heads, length, head_dim)."""
 
     dtype: str
-    direction: Any  # "forward" or "backward"
+    direction: Direction
     sizes: tuple[int, int, int, int]
     seconds: float
+    mask: Mask = "causal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +86,15 @@ class ConvolutionSample:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSample:
-    """A timed collective over the whole of one axis."""
+    """A timed collective over the whole of one axis; `processor_s`: what a rank's processors worked for it."""
 
     kind: str
     bytes_: int
     seconds: float
+    processor_s: float = 0.0
+
+
+Sample: TypeAlias = MatmulSample | MoveSample | KernelSample | AttentionSample | ConvolutionSample | CollectiveSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,19 @@ class ComputeSamples:
     attentions: tuple[AttentionSample, ...] = ()
     convolutions: tuple[ConvolutionSample, ...] = ()
     host_copies: tuple[MoveSample, ...] = ()
+    kernels: tuple[KernelSample, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> ComputeSamples:
+        """Samples of all kinds, sorted."""
+        return cls(
+            tuple(item for item in samples if isinstance(item, MatmulSample)),
+            tuple(item for item in samples if isinstance(item, MoveSample) and not item.to_host),
+            tuple(item for item in samples if isinstance(item, AttentionSample)),
+            tuple(item for item in samples if isinstance(item, ConvolutionSample)),
+            tuple(item for item in samples if isinstance(item, MoveSample) and item.to_host),
+            tuple(item for item in samples if isinstance(item, KernelSample)),
+        )
 
 
 def fit_device(base: Device, samples: ComputeSamples) -> Device:
@@ -100,9 +132,13 @@ def fit_device(base: Device, samples: ComputeSamples) -> Device:
         matmul={dtype: curve for dtype, (_, curve) in found.items()},
     )
     for direction in ("forward", "backward"):
-        mine = [item for item in samples.attentions if item.direction == direction]
+        mine = [item for item in samples.attentions if item.direction == direction and item.mask == "none"]
         device = _fit_share(device, f"attention_{direction}_efficiency", mine, _attention_price)
+    causal = [item for item in samples.attentions if item.mask == "causal"]
+    device = _fit_share(device, "causal_fraction", causal, _attention_price, least=0.5)
     device = _fit_share(device, "convolution_efficiency", samples.convolutions, _convolution_price)
+    names = sorted({item.op for item in samples.kernels})
+    device = replace(device, kernels={name: _fit_kernel(device, name, samples.kernels) for name in names})
     if samples.host_copies:
         rate = float(np.median([item.moved_bytes / item.seconds for item in samples.host_copies]))
         device = replace(device, host_bytes_per_s=rate)
@@ -142,6 +178,12 @@ def fit_axis(axis: AxisLinks, samples: Sequence[CollectiveSample]) -> AxisLinks:
     return moved(_least(errors, 8))
 
 
+def fit_overlap(samples: Sequence[CollectiveSample]) -> float:
+    """The rate of compute beside a collective where the same processors do both: the share that they wait in it."""
+    shares = [min(1.0, item.processor_s / item.seconds) for item in samples]
+    return 1.0 - float(np.mean(shares)) if shares else 0.0
+
+
 def device_residuals(device: Device, samples: ComputeSamples) -> dict[str, float]:
     """Median |predicted / measured - 1| of each kind of op."""
     ratios: dict[str, list[float]] = {}
@@ -152,6 +194,9 @@ def device_residuals(device: Device, samples: ComputeSamples) -> dict[str, float
         ratios.setdefault("memory-bound", []).append(
             float(memory_bound_seconds(device, move.moved_bytes)) / move.seconds
         )
+    for kernel in samples.kernels:
+        price = kernel_price(device, kernel.op, kernel.moved_bytes).value
+        ratios.setdefault("single ops", []).append(float(price) / kernel.seconds)
     for attention in samples.attentions:
         price = _attention_price(device, attention)
         ratios.setdefault(f"attention {attention.direction}", []).append(price / attention.seconds)
@@ -191,6 +236,24 @@ def _fit_moves(device: Device, samples: Sequence[MoveSample]) -> Device:
     return moved(_least(errors, 4)) if samples else device
 
 
+def _fit_kernel(device: Device, op: str, samples: Sequence[KernelSample]) -> KernelCost:
+    """The launch and the rate of one op."""
+    mine = [item for item in samples if item.op == op]
+    least, most = min(mine, key=lambda item: item.moved_bytes), max(mine, key=lambda item: item.moved_bytes)
+    start = KernelCost(max(1e-9, least.seconds), most.moved_bytes / most.seconds)
+
+    def moved(logs: npt.NDArray[np.float64]) -> KernelCost:
+        launch, rate = (float(value) for value in np.exp(logs))
+        return KernelCost(start.launch_s * launch, start.bytes_per_s * rate)
+
+    def errors(logs: npt.NDArray[np.float64]) -> list[float]:
+        tried = replace(device, kernels={op: moved(logs)})
+        fits = [_log_ratio(kernel_price(tried, op, item.moved_bytes).value, item.seconds) for item in mine]
+        return [*fits, *(_PULL * logs)]
+
+    return moved(_least(errors, 2))
+
+
 def _fit_matmul(device: Device, dtype: str, samples: Sequence[MatmulSample]) -> tuple[float, MatmulCurve]:
     """The peak and the curve of one dtype; the peak is the label's unless the device is measured above it."""
     mine = [item for item in samples if item.dtype == dtype]
@@ -215,28 +278,30 @@ def _fit_matmul(device: Device, dtype: str, samples: Sequence[MatmulSample]) -> 
     return peak, moved(_least(errors, 2))
 
 
-def _fit_share(device: Device, field: str, samples: Sequence[Any], price: Callable[[Device, Any], float]) -> Device:
-    """Fit one efficiency, a share of the matmul rate, to samples of one op."""
+def _fit_share(
+    device: Device, field: str, samples: Sequence[Any], price: Callable[[Device, Any], float], *, least: float = 1e-4
+) -> Device:
+    """Fit one fraction, at least `least`, to samples of one op."""
     known = [item for item in samples if item.dtype in device.peak_flops]
     if not known:
         return device
 
-    def moved(logs: npt.NDArray[np.float64]) -> Device:
-        share = getattr(device, field) * float(np.exp(logs[0]))
-        return replace(device, **{field: min(1.0, max(1e-4, share))})
+    def moved(log: float) -> Device:
+        changed: dict[str, Any] = {field: math.exp(log)}
+        return replace(device, **changed)
 
-    def errors(logs: npt.NDArray[np.float64]) -> list[float]:
-        tried = moved(logs)
-        return [_log_ratio(price(tried, item), item.seconds) for item in known]
+    def errors(log: float) -> float:
+        ratios = np.array([_log_ratio(price(moved(log), item), item.seconds) for item in known]) / _SOFT
+        return float(np.sum(np.sqrt(1 + ratios**2)))
 
-    return moved(_least(errors, 1))
+    return moved(float(minimize_scalar(errors, bounds=(math.log(least), 0.0), method="bounded").x))
 
 
 def _attention_price(device: Device, item: AttentionSample) -> float:
     batch, heads, length, head_dim = item.sizes
     return float(
         attention_seconds(
-            device, item.dtype, batch, heads, length, length, head_dim, direction=item.direction, mask="causal"
+            device, item.dtype, batch, heads, length, length, head_dim, direction=item.direction, mask=item.mask
         )
     )
 
@@ -246,7 +311,7 @@ def _convolution_price(device: Device, item: ConvolutionSample) -> float:
 
 
 def _least(errors: Callable[[npt.NDArray[np.float64]], Sequence[float]], count: int) -> npt.NDArray[np.float64]:
-    found = least_squares(lambda logs: np.array(errors(logs)), np.zeros(count), loss="soft_l1", f_scale=0.2,
+    found = least_squares(lambda logs: np.array(errors(logs)), np.zeros(count), loss="soft_l1", f_scale=_SOFT,
                           bounds=(-12, 12), diff_step=1e-3)  # fmt: skip
     return np.asarray(found.x, dtype=np.float64)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -66,6 +66,18 @@ class MatmulCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one op takes on a device, by what it moves: launch_s + max(moved bytes / bytes_per_s, memory traffic)."""
+
+    launch_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        require(self.launch_s >= 0, f"kernel launch_s {self.launch_s} is negative")
+        require(self.bytes_per_s > 0, f"kernel bytes_per_s {self.bytes_per_s} is not above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator (or one rank's share of a CPU): what it computes and moves per second.
 
@@ -86,6 +98,8 @@ class Device:
     host_bytes_per_s: float  # to host memory, for offload
     cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
     cache_bytes_per_s: float = 0.0
+    causal_fraction: float = 0.5  # of the scores that attention computes under a causal mask; 1: the kernel skips none
+    kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by op; an op that is not here: memory-bound
     source: str = ""
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -94,6 +108,7 @@ class Device:
         object.__setattr__(self, "_hash", hash(numbers))  # once: a price looks its device up in caches
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "matmul", MappingProxyType(dict(self.matmul)))
+        object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
         require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
         for dtype, flops in self.peak_flops.items():
             require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
@@ -103,6 +118,7 @@ class Device:
         for name in ("memory_efficiency", "attention_forward_efficiency", "attention_backward_efficiency",
                      "convolution_efficiency"):  # fmt: skip
             require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
+        require(0.5 <= self.causal_fraction <= 1, f"{self.name}: causal_fraction is not in [0.5, 1]")
         require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
         require(self.cache_bytes >= 0, f"{self.name}: cache_bytes is negative")
         cached = self.cache_bytes_per_s > 0 or not self.cache_bytes
@@ -114,6 +130,22 @@ class Device:
     def __reduce__(self) -> tuple[Any, ...]:
         values = (getattr(self, item.name) for item in fields(self) if item.init)
         return Device, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+
+    def at_speed(self, speed: float) -> Device:
+        """The device with every rate of computation and memory at a fraction of its own."""
+        if speed == 1:
+            return self
+        return replace(
+            self,
+            peak_flops={dtype: flops * speed for dtype, flops in self.peak_flops.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s * speed,
+            cache_bytes_per_s=self.cache_bytes_per_s * speed,
+            launch_s=self.launch_s / speed,
+            matmul={dtype: replace(curve, ramp_s=curve.ramp_s / speed) for dtype, curve in self.matmul.items()},
+            kernels={
+                op: KernelCost(cost.launch_s / speed, cost.bytes_per_s * speed) for op, cost in self.kernels.items()
+            },
+        )
 
     def peak(self, dtype: str) -> float:
         """Peak flops per second for matmuls of a dtype; `UnpricedError` if the device has none."""
@@ -152,6 +184,7 @@ class HardwareProfile:
         require(bool(self.protocols), f"{self.name}: no protocol")
         require(0 <= self.overlap <= 1, f"{self.name}: overlap {self.overlap} is not in [0, 1]")
         require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
+        require(all(held > 0 for held in self.rank_memory_bytes), f"{self.name}: a rank's memory is not above 0")
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.ranks_per_node, self.intra, self.inter))
@@ -167,24 +200,41 @@ class HardwareProfile:
         """A rank's memory."""
         return self.rank_memory_bytes[rank] if rank < len(self.rank_memory_bytes) else self.device.memory_bytes
 
+    def slowest_speed(self, ranks: int) -> float:
+        """The speed of the slowest of the first `ranks` ranks: of a step that all of them run alike."""
+        return min(self.speed(rank) for rank in range(ranks)) if self.rank_speeds else 1.0
+
+    def least_memory_bytes(self, ranks: int) -> int:
+        """The memory of the smallest of the first `ranks` ranks."""
+        return min(map(self.memory_bytes, range(ranks))) if self.rank_memory_bytes else self.device.memory_bytes
+
     def to_json(self) -> str:
         """The profile as JSON text: `HardwareProfile.from_json` gives it back."""
         return json.dumps(_plain(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """A checked profile from JSON text; `HardwareProfileError` names the field that is wrong."""
+        """A checked profile from JSON text; `HardwareProfileError` names the field that is wrong.
+
+        `"base": "h100"` stands for all fields of that profile that the text does not give.
+        """
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise HardwareProfileError(f"the profile is not JSON: {error}", fix="see cost_models/profiles") from error
         require(isinstance(data, dict), "the profile is not a JSON object")
+        if "base" in data:
+            data = _merged(_plain(load_profile(str(data.pop("base")))), data)
         device = _section(data, "device")
         matmul = {dtype: _build(MatmulCurve, curve) for dtype, curve in _section(device, "matmul").items()}
+        kernels = {name: _build(KernelCost, cost) for name, cost in device.get("kernels", {}).items()}
         protocols = tuple(_build(Protocol, item) for item in data.get("protocols", ()))
         links = {name: _link(_section(data, name)) for name in ("intra", "inter")}
-        vectors = {name: tuple(data.get(name, ())) for name in ("rank_speeds", "rank_memory_bytes")}
-        built = {"device": _build(Device, {**device, "matmul": matmul}), "protocols": protocols}
+        vectors = {
+            "rank_speeds": tuple(data.get("rank_speeds", ())),
+            "rank_memory_bytes": tuple(map(int, data.get("rank_memory_bytes", ()))),
+        }
+        built = {"device": _build(Device, {**device, "matmul": matmul, "kernels": kernels}), "protocols": protocols}
         profile: HardwareProfile = _build(cls, {**data, **built, **links, **vectors})
         return profile
 
@@ -282,6 +332,17 @@ def _read_profile(path: Path, _modified_ns: int) -> HardwareProfile:
     return HardwareProfile.from_json(path.read_text())
 
 
+def _merged(base: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The base with what is given; sections of both are merged too, but a link is given as a whole."""
+    whole = ("intra", "inter")
+    sections = {
+        name: _merged(base[name], value)
+        for name, value in given.items()
+        if isinstance(value, dict) and isinstance(base.get(name), dict) and name not in whole
+    }
+    return {**base, **given, **sections}
+
+
 def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = data.get(name)
     if not isinstance(section, dict):
@@ -313,6 +374,7 @@ def _plain(profile: HardwareProfile) -> dict[str, Any]:
     device = {item.name: getattr(profile.device, item.name) for item in fields(Device) if item.init}
     device["peak_flops"] = dict(profile.device.peak_flops)
     device["matmul"] = {dtype: asdict(curve) for dtype, curve in profile.device.matmul.items()}
+    device["kernels"] = {name: asdict(cost) for name, cost in profile.device.kernels.items()}
     plain = {item.name: getattr(profile, item.name) for item in fields(HardwareProfile)}
     plain |= {"device": device, "residuals": dict(profile.residuals)}
     plain |= {"intra": asdict(profile.intra), "inter": asdict(profile.inter)}

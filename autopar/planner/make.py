@@ -94,8 +94,7 @@ class Options:
     def limit(self, mesh: Mesh) -> int:
         if self.memory_limit_bytes is not None:
             return self.memory_limit_bytes
-        ranks = range(mesh.size if mesh.profile.rank_memory_bytes else 1)
-        return int(min(mesh.profile.memory_bytes(rank) for rank in ranks) * MEMORY_FRACTION)
+        return int(mesh.profile.least_memory_bytes(mesh.size) * MEMORY_FRACTION)
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.options.time_limit_s)
-        self.prices = Prices(self.mesh)
+        self.prices = Prices(self.mesh, self.mesh.profile.slowest_speed(self.mesh.size))  # all wait for the slowest
         self.limit = self.options.limit(self.mesh)
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -188,17 +188,20 @@ class Measured:
 
     def details(self, prices: Prices, limit: int) -> PlanDetails:
         """What people read of it."""
-        device = int(prices.mesh.profile.memory_bytes(0))
+        device = prices.mesh.profile.least_memory_bytes(prices.mesh.size)
         timeline = memory_details(self.timeline, self.memory.get("optimizer_state", 0), limit, device)
         phases = {"forward": self.local.forward, "backward": self.local.backward}
         code = {name: str(gm.code) for name, gm in phases.items() if gm is not None}
         return PlanDetails(timeline, code)
 
     def step_ops(self, prices: Prices, optimizer: Optimizer) -> StepOps:
-        """The step of every rank, for the simulator."""
+        """The step of every rank, for the simulator, which slows each one down by itself."""
         mesh = prices.mesh
         return StepOps(
-            emitted_ops(self.local, prices, optimizer), mesh.shape, mesh.profile.rank_speeds, mesh.profile.overlap
+            emitted_ops(self.local, replace(prices, speed=1.0), optimizer),
+            mesh.shape,
+            mesh.profile.rank_speeds,
+            mesh.profile.overlap,
         )
 
 

@@ -14,9 +14,11 @@ import torch
 
 from autopar.cost_models.collectives import collective_price, collective_seconds
 from autopar.cost_models.compute import (
+    Mask,
     attention_price,
     attention_work,
     convolution_price,
+    kernel_price,
     matmul_price,
     memory_bound_price,
     memory_bound_seconds,
@@ -54,14 +56,19 @@ VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices on one mesh. Every op not named below is memory-bound: it reads its inputs and writes its outputs."""
+    """Prices on one mesh, of a rank that computes at `speed`, a fraction of the device's own.
+
+    Every op not named below has the price that was measured for it, or is memory-bound: it reads its inputs and writes
+    its outputs.
+    """
 
     mesh: Mesh
+    speed: float = 1.0
     form_traits: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # kept by `StrategyPrices`
 
-    @property
+    @cached_property
     def device(self) -> Device:
-        return self.mesh.profile.device
+        return self.mesh.profile.device.at_speed(self.speed)
 
     @cached_property
     def axes(self) -> tuple[AxisLinks, ...]:
@@ -154,7 +161,7 @@ class Prices:
         name = str(dtype).removeprefix("torch.")
         work = _WORK.get(call.name)
         if work is None or not dtype.is_floating_point:
-            return [memory_bound_price(self.device, moved, name)]
+            return [kernel_price(self.device, kernel_class(call), moved, name)]
         try:
             return work(self.device, name, call, inputs, outputs, moved)
         except UnpricedError as error:
@@ -235,6 +242,21 @@ class Prices:
         return own + self.collective_prices("copy", copied, axis) if copied else own
 
 
+def kernel_class(call: OpCall) -> str:
+    """The name under which a device has the measured cost of an op: without its overload, apart where it matters.
+
+    What matters: whether a sum runs along rows or over them, and whether what is cloned lies in memory as its copy.
+    """
+    name = ".".join(call.name.split(".")[:2])
+    first = call.inputs[0] if call.inputs else None
+    if name == "aten.sum" and first is not None:
+        dims = call.argument(1, "dim", None) or tuple(range(len(first.shape)))
+        return name if any(dim in (-1, len(first.shape) - 1) for dim in dims) else "aten.sum of rows"
+    if name == "aten.clone" and first is not None and call.outputs[0] is not None:
+        return name if first.stride == call.outputs[0].stride else "aten.clone of a transpose"
+    return name
+
+
 def met_inputs(strategy: Strategy) -> tuple[Layout, ...]:
     """The layouts of what a rank works on: what goes around a ring is met whole, if never held whole; of what is
     dispatched, a rank meets as much as if it met the whole and worked on its experts alone."""
@@ -305,10 +327,22 @@ def _attention(direction: Any) -> Work:
         query, key = _dims(inputs[start]), _dims(inputs[start + 1])
         batch = np.prod(query[:-3], axis=0) if len(query) > 3 else 1.0
         sizes = (batch, query[-3], query[-2], key[-2], query[-1])
-        flops, moved = attention_work(dtype, *sizes, direction=direction, key_value_heads=key[-3])
+        whole = bool(
+            np.all(query[-2] == key[-2])
+        )  # else the queries are some of a sequence, under any part of the mask
+        mask: Mask = "causal" if whole and _is_causal(call) else "none"
+        causal = device.causal_fraction
+        flops, moved = attention_work(
+            dtype, *sizes, direction=direction, key_value_heads=key[-3], mask=mask, causal_fraction=causal
+        )
         return [attention_price(device, dtype, flops, moved, direction)]
 
     return work
+
+
+def _is_causal(call: OpCall) -> bool:
+    """Of `autopar.attention` and its backward: the first flag among their arguments."""
+    return next((value for value in call.args if isinstance(value, bool)), False)
 
 
 def _experts(first: int, up_products: int, down_products: int) -> Work:

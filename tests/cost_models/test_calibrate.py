@@ -15,19 +15,31 @@ import torch
 
 from autopar.cost_models.collectives import COLLECTIVES, collective_seconds
 from autopar.cost_models.commands import add_commands
-from autopar.cost_models.compute import matmul_seconds, memory_bound_seconds
+from autopar.cost_models.compute import (
+    Direction,
+    Mask,
+    attention_seconds,
+    kernel_price,
+    matmul_seconds,
+    memory_bound_seconds,
+)
 from autopar.cost_models.fitting import (
+    AttentionSample,
     CollectiveSample,
     ComputeSamples,
+    KernelSample,
     MatmulSample,
     MoveSample,
     axis_residuals,
     device_residuals,
     fit_axis,
     fit_device,
+    fit_overlap,
 )
-from autopar.cost_models.hardware import Device, axis_links, load_profile
+from autopar.cost_models.hardware import Device, KernelCost, axis_links, load_profile
 
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+MASKS: tuple[Mask, ...] = ("none", "causal")
 SHAPES = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (2048, 256, 512))
 
 
@@ -80,6 +92,42 @@ def test_a_fit_recovers_the_link_that_made_the_samples(profile: str, shape: tupl
     assert fit_axis(start, []) == start
 
 
+def test_a_fit_recovers_the_cost_of_an_op_and_prices_it_by_its_name() -> None:
+    cpu = load_profile("cpu").device
+    real = replace(cpu, kernels={"aten.gelu": KernelCost(3e-5, 2e9)})
+    sizes = (2**11, 2**18, 2**22)
+    samples = [KernelSample("aten.gelu", size, float(kernel_price(real, "aten.gelu", size).value)) for size in sizes]
+    fitted = fit_device(cpu, ComputeSamples.of([*samples_of(cpu, noise=0.0).matmuls, *samples]))
+    assert fitted.kernels["aten.gelu"].bytes_per_s == pytest.approx(2e9, rel=0.1)
+    assert fitted.kernels["aten.gelu"].launch_s == pytest.approx(3e-5, rel=0.1)
+    assert kernel_price(fitted, "aten.relu", 2**20).value == memory_bound_seconds(fitted, 2**20)
+    assert "measured op" in kernel_price(fitted, "aten.gelu", 2**20).explain()
+
+
+def test_a_fit_finds_out_whether_a_causal_mask_saves_time() -> None:
+    cpu = load_profile("cpu").device
+    shapes = ((4, 4, 128, 64), (2, 8, 512, 64))
+    for fraction in (0.5, 1.0):
+        real = replace(
+            cpu, causal_fraction=fraction, attention_forward_efficiency=0.6, attention_backward_efficiency=0.7
+        )
+        samples = [
+            AttentionSample("float32", direction, sizes, float(
+                attention_seconds(real, "float32", *sizes[:3], *sizes[2:], direction=direction, mask=mask)), mask)
+            for sizes in shapes for direction in DIRECTIONS for mask in MASKS
+        ]  # fmt: skip
+        fitted = fit_device(cpu, ComputeSamples.of([*samples_of(cpu, noise=0.0).matmuls, *samples]))
+        assert fitted.causal_fraction == pytest.approx(fraction, rel=0.1)
+        assert fitted.attention_forward_efficiency == pytest.approx(0.6, rel=0.1)
+        assert fitted.attention_backward_efficiency == pytest.approx(0.7, rel=0.1)
+
+
+def test_processors_that_wait_in_a_collective_compute_meanwhile() -> None:
+    assert fit_overlap([]) == 0.0
+    samples = [CollectiveSample("all_reduce", 4, 1.0, 0.25), CollectiveSample("all_reduce", 8, 1.0, 2.0)]
+    assert fit_overlap(samples) == pytest.approx(1 - (0.25 + 1.0) / 2)
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_commands(parser.add_subparsers())
@@ -88,11 +136,13 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 @pytest.mark.slow
 def test_the_command_writes_a_profile_with_its_residuals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = parsed("--output", str(tmp_path / "here.json"))
+    options = parsed("--output", str(tmp_path / "here.json"), "--seconds", "1")
     assert options.run(options) == 0
     profile = load_profile(tmp_path / "here.json")
     assert "calibrate" in profile.source
-    assert {"matmul float32", "memory-bound", "attention forward", "convolution"} <= set(profile.residuals)
+    assert {"matmul float32", "memory-bound", "attention forward", "convolution", "single ops"} <= set(
+        profile.residuals
+    )
     assert "written to" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
 
@@ -110,7 +160,9 @@ def test_a_launched_world_measures_its_collectives(tmp_path: Path) -> None:
     )
     output = tmp_path / "two.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launch, str(script), "calibrate", "--output", str(output)], check=True, capture_output=True)
+    subprocess.run(
+        [*launch, str(script), "calibrate", "--output", str(output), "--seconds", "1"], check=True, capture_output=True
+    )
     profile = load_profile(output)
     assert {"all_reduce", "all_gather", "send"} <= set(profile.residuals)
     assert "2 ranks" in profile.intra.source

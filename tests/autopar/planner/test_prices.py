@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from autopar.cost_models.hardware import KernelCost, load_profile
 from autopar.mesh import Mesh
-from autopar.planner.prices import Prices
+from autopar.planner.prices import Prices, kernel_class
 from autopar.sharding.execution import call_in, trace_op
+from autopar.sharding.op_call import OpCall
 from autopar.sharding.registry import rules_of
 from autopar.sharding.rules.experts import INSIDE, OWN_EXPERTS
 from autopar.sharding.strategies import Strategy
@@ -39,3 +44,32 @@ def test_experts_cost_what_their_products_do_and_half_of_it_on_two_ranks(directi
     slowest = flops / 30e12  # a float32 product reaches more than that on this device
     assert 0 < whole < slowest
     assert len(halves) == 2 and all(0.45 < half / whole < 0.7 for half in halves)
+
+
+def call_of_op(op: Any, *arguments: Any) -> OpCall:
+    return call_in(trace_op(op, arguments, {}))
+
+
+def test_an_op_is_priced_by_its_own_cost_apart_where_that_matters() -> None:
+    aten, x = torch.ops.aten, torch.ones(4, 6)
+    assert kernel_class(call_of_op(aten.gelu.default, x)) == "aten.gelu"
+    assert kernel_class(call_of_op(aten.add.Scalar, x, 1.0)) == "aten.add"
+    assert kernel_class(call_of_op(aten.sum.dim_IntList, x, [-1])) == "aten.sum"
+    assert kernel_class(call_of_op(aten.sum.dim_IntList, x, [0])) == "aten.sum of rows"
+    assert kernel_class(call_of_op(aten.clone.default, x)) == "aten.clone"
+    profile = load_profile("cpu")
+    slow = replace(profile, device=replace(profile.device, kernels={"aten.gelu": KernelCost(1.0, 1.0)}))
+    call = call_of_op(aten.gelu.default, x)
+    assert Prices(Mesh((2,), hardware=slow)).local_op(call) == pytest.approx(1.0 + 2 * x.nbytes)
+    assert Prices(Mesh((2,), hardware=profile)).local_op(call) < 1e-3
+
+
+def test_a_causal_mask_saves_half_where_the_kernel_skips_it() -> None:
+    q = torch.ones(1, 2, 4096, 64)
+    prices = Prices(Mesh((2,), hardware="h100"))
+    whole, causal = (
+        prices.local_op(call_of_op(torch.ops.autopar.attention.default, q, q, q, None, None, 0.0, flag, None, 0,
+                                   [0] * 4, [1, 2, 4096, 4096]))
+        for flag in (False, True)
+    )  # fmt: skip
+    assert causal == pytest.approx(whole / 2, rel=0.1)
