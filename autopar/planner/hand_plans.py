@@ -181,7 +181,10 @@ def _cast_where_it_lies(
 
 
 def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choice:
-    """The data axes as ddp has them; on the last axis inputs replicated, weights cut, the rest searched."""
+    """The data axes as ddp has them; on the last axis inputs replicated, weights cut, the rest searched.
+
+    A pipeline stage whose weights cannot be cut, or that has none, is whole on every rank of the last axis.
+    """
     axes = len(planning.mesh_shape)
     base = _follow_batch(planning, shard_parameters=False, batch_axes=axes - 1)
     masks: dict[tuple[int, int, str], Mask] = {}  # by strategies, pick and kind, which repeated layers share
@@ -191,9 +194,10 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
         if key not in masks:
             masks[key] = _megatron_mask(decision, decision.strategies[pick].rules, axes)
         allowed[index] = masks[key]
-    allowed = _Usable(planning, allowed).restricted()
+    allowed = _with_pinned(planning, _Usable(planning, allowed).restricted())
     problem = _never_gathered(planning, planning.restricted(allowed))
-    if not any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items()):
+    cut = any(_is_matrix(planning.decisions[index]) and not mask[base[index]] for index, mask in allowed.items())
+    if not cut and not any(decision.name.startswith(BETWEEN_STAGES) for decision in planning.decisions):
         raise PlanError("no weight can be cut over the last mesh axis", fix="use search='ilp'")
     try:
         solution = solve(problem, strategy="ilp", time_limit_s=time_limit_s, seed=seed)
@@ -202,6 +206,17 @@ def _megatron(planning: PlanningProblem, time_limit_s: float, seed: int) -> Choi
     if not evaluate(problem, solution.choice) < FORBIDDEN:
         raise PlanError("no tensor-parallel layout keeps the batch where ddp has it", fix="use search='ilp'")
     return solution.choice
+
+
+def _with_pinned(planning: PlanningProblem, allowed: Mapping[int, Mask]) -> dict[int, Mask]:
+    """What is allowed; of what goes between pipeline stages, and where a layout is pinned that is not, all that is."""
+    result = dict(allowed)
+    for index, mask in allowed.items():
+        possible = planning.problem.costs[index] < FORBIDDEN
+        between = planning.decisions[index].name.startswith(BETWEEN_STAGES)
+        if between or not (mask & possible).any():
+            result[index] = possible
+    return result
 
 
 @dataclass

@@ -7,38 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.capture.program import InputKind, OutputKind, Program
-from autopar.errors import ConstraintError, InputError, MemoryLimitError, MeshError, MicrobatchError, PlanError
+from autopar.errors import ConstraintError, InputError, MemoryLimitError
 from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
-from autopar.planner.cuts import balanced_cuts, places
 from autopar.planner.decisions import result_key
-from autopar.planner.make import MEMORY_FRACTION, Options, Planned, plan_program
+from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
-from autopar.planner.pipeline_request import (
-    V_SHAPED,
-    PipelineRequest,
-    pipeline_axis,
-    rank_limits,
-    rank_speeds,
-    without_axis,
-)
-from autopar.planner.prices import Prices
+from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis
+from autopar.planner.pipeline_search import PipelineSearch
+from autopar.planner.stage_search import Proposal
 from autopar.schedules.actions import Placement, rank_of
-from autopar.sharding.discovery.book import RuleBook
 from autopar.sharding.layout import Layout
-from autopar.stages.assign import anatomy
-from autopar.stages.microbatch import Microbatches, batch_size, cut_microbatches, independent_microbatches
 from autopar.stages.stage_programs import StageProgram
-from autopar.stages.staged import Staged, stage_program
+from autopar.stages.staged import Staged
 
+TRIED = 3  # proposals that are planned until one fits
 FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
-
-
-def cut_at_equal_times(pieces: Microbatches, mesh: Mesh, speeds: Sequence[float]) -> Staged:
-    """Stages of equal time by the planner's prices, on devices of these speeds."""
-    found = anatomy(pieces.pieces[0])
-    cuts = balanced_cuts(places(found, Prices(mesh)), len(speeds), speeds) if len(speeds) > 1 else ()
-    return stage_program(pieces, cuts)
 
 
 def plan_stages(
@@ -124,33 +108,34 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     _refuse_input_gradients(program)
     axis = pipeline_axis(mesh, request.stages)
     assert axis is not None, "no axis of the mesh is the pipeline's"
-    ranks, inner = mesh.shape[axis], without_axis(mesh, axis)
-    stages = request.stages or ranks * (2 if request.schedule in V_SHAPED else 1)
-    if stages % ranks:
-        raise MeshError(
-            f"{stages} stages do not lie evenly on the {ranks} ranks of axis {mesh.axis_names[axis]!r}",
-            fix=f"use a multiple of {ranks} stages",
-        )
-    rules = options.rule_book(mesh)
-    placement: Placement = "v" if request.schedule in V_SHAPED else "loop"
-    by_rank = rank_speeds(mesh, axis)
-    speeds = [by_rank[rank_of(stage, ranks, placement)] for stage in range(stages)]
-    staged = _staged(program, inner, speeds, request, rules)
-    limits = rank_limits(mesh, axis, options.memory_limit_bytes, MEMORY_FRACTION)
-    own = [limits[rank_of(stage, ranks, placement)] for stage in range(stages)]
-    result = finished(mesh, axis, staged, plan_stages(staged, inner, options, own), rules, options, request)
-    for _ in range(FITTING_ROUNDS):
+    search = PipelineSearch(program, mesh, axis, options, request, options.rule_book(mesh))
+    refused: MemoryLimitError | None = None
+    for proposal in search.proposals()[:TRIED]:
+        try:
+            return _planned(search, proposal)
+        except MemoryLimitError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _planned(search: PipelineSearch, proposal: Proposal) -> PlannedPipeline:
+    """A proposal planned, stage by stage; stages that hold too much with all in flight are planned again with less."""
+    staged, limits = search.staged(proposal), search.limits_bytes
+    request = PipelineRequest(len(staged.stages), proposal.schedule, proposal.microbatches)
+    placement: Placement = "v" if proposal.schedule in V_SHAPED else "loop"
+    own = [limits[rank_of(stage, len(limits), placement)] for stage in range(len(staged.stages))]
+    for _ in range(FITTING_ROUNDS + 1):
+        planned = plan_stages(staged, search.inner, search.options, own)
+        result = finished(search.mesh, search.axis, staged, planned, search.rules, search.options, request)
         if _fits(result, limits):
             return result
         own = _tighter(result, limits)
-        result = finished(mesh, axis, staged, plan_stages(staged, inner, options, own), rules, options, request)
-    if not _fits(result, limits):
-        raise MemoryLimitError(
-            f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "
-            f"{min(limits)} are allowed",
-            fix="use more microbatches, more stages, or 1f1b, which holds the fewest",
-        )
-    return result
+    raise MemoryLimitError(
+        f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "
+        f"{min(limits)} are allowed",
+        fix="use more microbatches, more stages, or 1f1b, which holds the fewest",
+    )
 
 
 def _fits(result: PlannedPipeline, limits: Sequence[int]) -> bool:
@@ -167,27 +152,6 @@ def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[int]:
     return [max(1, limit) for limit in own]
 
 
-def _staged(program: Program, mesh: Mesh, speeds: Sequence[float], request: PipelineRequest, rules: RuleBook) -> Staged:
-    """With the microbatches asked for, or as many as two per stage where the program can be cut so.
-
-    For an asynchronous schedule `program` is that of one microbatch. `speeds`: of the stages' devices.
-    """
-    stages = len(speeds)
-    if request.is_asynchronous:
-        staged = cut_at_equal_times(independent_microbatches(program, request.microbatches or stages), mesh, speeds)
-        _refuse_shared(staged, request)
-        return staged
-    if request.microbatches is not None:
-        return cut_at_equal_times(cut_microbatches(program, request.microbatches, rules.rules_of), mesh, speeds)
-    size = batch_size(program)
-    count = max(count for count in range(1, max(1, min(size, 2 * stages)) + 1) if size % count == 0)
-    try:
-        pieces = cut_microbatches(program, count, rules.rules_of)
-    except MicrobatchError:
-        pieces = cut_microbatches(program, 1, rules.rules_of)
-    return cut_at_equal_times(pieces, mesh, speeds)
-
-
 def _refuse_input_gradients(program: Program) -> None:
     for output in program.outputs:
         if output.kind is OutputKind.GRADIENT and output.name.startswith("input:"):
@@ -195,19 +159,3 @@ def _refuse_input_gradients(program: Program) -> None:
                 f"{output.name.removeprefix('input:')!r} requires a gradient, which a pipeline does not return",
                 fix="detach it, or compute what leads to it inside of the model",
             )
-
-
-def _refuse_shared(staged: Staged, request: PipelineRequest) -> None:
-    losses = [output for output in staged.program.outputs if output.kind is OutputKind.LOSS]
-    if len(losses) != 1:
-        raise PlanError(
-            f"{request.schedule} needs the loss inside of the model: microbatches go back as soon as they are through",
-            fix="return the loss from the model, or use a synchronous schedule",
-        )
-    if staged.first.shared:
-        name, stages = next(iter(staged.first.shared.items()))
-        raise PlanError(
-            f"{name!r} is shared by stages {', '.join(map(str, stages))}, which {request.schedule} updates at "
-            "different times",
-            fix="use a synchronous schedule, or untie the parameter",
-        )

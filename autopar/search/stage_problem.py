@@ -122,8 +122,8 @@ def evaluate_cut(problem: StageProblem, cut: Cut) -> CutCost:
             broken.append(f"{used} devices of {available} of kind {kind}")
     if problem.in_order:
         wanted = [kind for kind, _ in problem.device_counts]
-        used = [problem.options[chosen].kind for chosen in cut.options]
-        broken += [] if used == wanted else [f"devices in the order {', '.join(used)}"]
+        order = [problem.options[chosen].kind for chosen in cut.options]
+        broken += [] if order == wanted else [f"devices in the order {', '.join(order)}"]
     if problem.asynchronous:
         longest = max([work + wait for work, wait in zip(stage_s, sync, strict=True)] + [2 * it for it in send_s])
         step = longest

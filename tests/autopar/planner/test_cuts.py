@@ -53,10 +53,11 @@ def layers() -> tuple[nn.Module, torch.Tensor]:
 def test_a_slow_device_gets_fewer_layers() -> None:
     model, x = layers()
     profile = replace(load_profile("h100"), rank_speeds=(0.25, 1.0))
-    plan = autopar.make_plan(model, autopar.Mesh((2,), ("pp",), hardware=profile), example_inputs=x, microbatches=4)
+    slow, alike = autopar.Mesh((2,), ("pp",), hardware=profile), autopar.Mesh((2,), ("pp",))
+    plan = autopar.make_plan(model, slow, example_inputs=x, stages=2, microbatches=4)
     first, second = (len(stage.parameters) for stage in plan.stages)
     assert 0 < first <= second / 2
-    even = autopar.make_plan(model, autopar.Mesh((2,), ("pp",)), example_inputs=x, microbatches=4)
+    even = autopar.make_plan(model, alike, example_inputs=x, stages=2, microbatches=4)
     assert [len(stage.parameters) for stage in even.stages] == [8, 8]
 
 
