@@ -67,7 +67,8 @@ def finished(
         search=planned[0].plan.search,
         model_hash=program_hash(staged.program),
         entries=(),
-        step_s=simulation.step_s + max(_update_s(item) for item in planned),
+        step_s=simulation.step_s
+        + max(cost.reduce_s + _update_s(item) for cost, item in zip(costs, planned, strict=True)),
         peak_bytes=max(rank_peaks),
         memory_limit_bytes=options.limit(mesh),
         optimizer=options.optimizer.name,

@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard
 
 from autopar.capture.program import InputKind, OutputKind, results_of
 from autopar.passes.collectives import collective_kind, is_wait
+from autopar.passes.defer_reductions import defer_reductions
+from autopar.passes.pipeline import LocalProgram
 from autopar.passes.split_weights import split_weights
 from autopar.passes.storages import storages_of
 from autopar.planner.make import Planned
@@ -30,6 +32,12 @@ CALL = (InputKind.INPUT, InputKind.BUFFER, InputKind.CONSTANT, InputKind.TANGENT
 def stage_memory(staged: Staged, stage: int, planned: Planned) -> StageMemory:
     """What one stage holds on its largest rank, without what the call brings; see `call_bytes`."""
     return _StageMemory(staged, stage, planned).found()
+
+
+def microbatch_backward(local: LocalProgram, microbatches: int) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+    """(what a stage runs backward for each microbatch, what it sums over its ranks once for all)."""
+    cut = defer_reductions(local.backward, local.program) if local.backward is not None and microbatches > 1 else None
+    return (local.backward, None) if cut is None else (cut.of_microbatch, cut.of_step)
 
 
 def call_bytes(staged: Staged) -> int:
@@ -72,11 +80,12 @@ class _StageMemory:
             "output_bytes": outputs,
             "input_bytes": self._received("activation"),
         }
-        if local.backward is None:
+        backward, reductions = microbatch_backward(local, self.staged.microbatches.count)
+        if backward is None:
             return StageMemory(**common, working={"forward": forward.peak_bytes})
         activation = max(1, sum(saved.values()))
-        split = split_weights(local.backward, self.program)
-        whole, of_inputs, of_weights = map(self._touched, (local.backward, split.of_inputs, split.of_weights))
+        split = split_weights(backward, self.program)
+        whole, of_inputs, of_weights = map(self._touched, (backward, split.of_inputs, split.of_weights))
         kept = _union(of_inputs.results[len(split.urgent) :])
         given = _union(of_inputs.results[: len(split.urgent)])
         packed = sum(map(_packed_bytes, results_of(split.of_inputs.graph)[: len(split.urgent)]))
@@ -90,6 +99,7 @@ class _StageMemory:
             sent_beside_bytes=sum(_without(given, kept).values()) + packed,
             sum_bytes=sum(gradients),
             adding_bytes=max(gradients, default=0),
+            reducing_bytes=max(gradients, default=0) if reductions is not None else 0,
             working={
                 "forward": forward.peak_bytes,
                 "backward": whole.peak_bytes,

@@ -16,7 +16,7 @@ from autopar.passes.split_weights import split_weights
 from autopar.planner.make import Planned
 from autopar.planner.node_prices import node_seconds
 from autopar.planner.prices import Prices
-from autopar.planner.stage_memory import stage_memory
+from autopar.planner.stage_memory import microbatch_backward, stage_memory
 from autopar.schedules.memory import StageMemory
 from autopar.stages.assign import size_of
 from autopar.stages.staged import Staged
@@ -29,19 +29,23 @@ class StageCosts:
     times: StageTimes
     memory: StageMemory
     sent_bytes: int
+    reduce_s: float = 0.0  # once a step: sums of gradients over the stage's ranks
 
 
 def stage_costs(staged: Staged, stage: int, planned: Planned, mesh: Mesh, link: AxisLinks) -> StageCosts:
     """Times and memory of a stage from its emitted program. `link`: to the next stage."""
     local, prices = planned.local, Prices(mesh)
     forward_s = _seconds(local.forward, local, prices)
-    input_s = weight_s = 0.0
-    if local.backward is not None:
-        split = split_weights(local.backward, local.program)
+    input_s = weight_s = reduce_s = 0.0
+    backward, reductions = microbatch_backward(local, staged.microbatches.count)
+    if backward is not None:
+        split = split_weights(backward, local.program)
         input_s, weight_s = (_seconds(graph, local, prices) for graph in (split.of_inputs, split.of_weights))
     sent = sent_bytes(local)
     times = StageTimes(forward_s, input_s, weight_s, send_seconds(link, sent))
-    return StageCosts(times, stage_memory(staged, stage, planned), sent)
+    if reductions is not None:
+        reduce_s = _seconds(reductions, local, prices)
+    return StageCosts(times, stage_memory(staged, stage, planned), sent, reduce_s)
 
 
 def _seconds(gm: fx.GraphModule, local: LocalProgram, prices: Prices) -> float:

@@ -174,13 +174,13 @@ def _placement(schedule: str) -> Placement:
 
 
 def shapes(ranks: int, stages: int | None, schedule: str | None) -> Iterator[tuple[int, str]]:
-    """The numbers of stages and the schedules to try for what was asked."""
+    """The numbers of stages and the schedules to try for what was asked: one stage on each rank if nothing was."""
     if schedule is not None:
         twice = schedule in ("interleaved", "zb-v")
         yield stages or ranks * (2 if twice else 1), schedule
         return
     if stages in (None, ranks):
         yield from ((ranks, name) for name in ("1f1b", "zb-h1", "zb-h2"))
-    if ranks > 1 and stages != ranks:
-        yield from ((stages or 2 * ranks, name) for name in ("interleaved", "zb-v")
-                    if (stages or 2 * ranks) == 2 * ranks or name == "interleaved")  # fmt: skip
+        return
+    assert stages is not None
+    yield from ((stages, name) for name in ("interleaved", "zb-v") if stages == 2 * ranks or name == "interleaved")

@@ -32,6 +32,7 @@ class StageMemory:
     output_bytes: float = 0.0  # of one microbatch's results, until the end
     sum_bytes: float = 0.0  # gradients of the weights, from the first backward on
     adding_bytes: float = 0.0  # beyond, while the second microbatch's gradients are added
+    reducing_bytes: float = 0.0  # beyond, while gradients are summed over the ranks after the last microbatch
     working: Mapping[ComputeKind, float] = field(default_factory=lambda: MappingProxyType({}))
     """At the peak of an action of each kind, all that it takes, makes and leaves behind."""
 
@@ -150,6 +151,8 @@ class _Walk:
         touched = one.working.get(kind, taken + given if kind == "forward" else 0.0)
         most = self.held - taken + max(touched, taken, given, added)
         self.held += given - taken
+        if self.added.get(stage, 0) == (self.schedule.update_every or self.schedule.microbatches):
+            most = max(most, self.held + one.reducing_bytes)
         if kind in _SENT_BY:
             ends = 0 if kind == "forward" else 1
             readers = sum(edge[ends] == stage for edge in self.schedule.edges)

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import Tensor, fx
 
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput, ProgramOutput
+from autopar.passes.defer_reductions import DeferredReductions, defer_reductions
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.split_weights import SplitBackward, split_weights
 from autopar.runtime.bound_step import placeholder_names
@@ -23,6 +24,7 @@ class StageVariant:
     program: Program
     assignment: Assignment
     lanes: tuple[LocalProgram, ...]
+    microbatches: int = 1
 
     @cached_property
     def forward(self) -> list[fx.GraphModule]:
@@ -30,8 +32,19 @@ class StageVariant:
 
     @cached_property
     def backward(self) -> list[fx.GraphModule]:
-        """Each lane's backward graph; empty for a stage without gradients."""
-        return [lane.backward for lane in self.lanes if lane.backward is not None]
+        """Each lane's backward graph, without the sums in `reductions`; empty for a stage without gradients."""
+        whole = [lane.backward for lane in self.lanes if lane.backward is not None]
+        return [cut.of_microbatch for cut in self.deferred] or whole
+
+    @cached_property
+    def deferred(self) -> list[DeferredReductions]:
+        """What each lane sums over its stage's ranks once for several microbatches; empty for nothing."""
+        if self.microbatches == 1:
+            return []
+        graphs = [lane.backward for lane in self.lanes if lane.backward is not None]
+        found = [cut for gm in graphs if (cut := defer_reductions(gm, self.program)) is not None]
+        assert len(found) in (0, len(graphs)), "ranks of one stage differ in what they sum"
+        return found
 
     @cached_property
     def split(self) -> list[SplitBackward]:

@@ -37,7 +37,8 @@ class PipelineStep:
         found = []
         for variant in self.staged.variants:
             program = variant.stages[stage].program
-            found.append(StageVariant(program, assignment, tuple(emit_ranks(program, assignment, geometries))))
+            lanes = tuple(emit_ranks(program, assignment, geometries))
+            found.append(StageVariant(program, assignment, lanes, self.staged.microbatches.count))
         return tuple(found)
 
     @property

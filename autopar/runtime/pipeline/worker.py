@@ -48,6 +48,7 @@ class Worker:
     incoming: dict[Message, Incoming] = field(default_factory=dict)
     saved: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)
     kept: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)  # for the weights' gradients
+    added: dict[int, int] = field(default_factory=dict)  # microbatches in each stage's gradients
 
     def run(self, actions: Iterable[Action]) -> Iterator[None]:
         """Follow the actions; yields where a message must be sent by another worker of this process first."""
@@ -65,15 +66,38 @@ class Worker:
                 yield from self._take(stage, item, "gradient")
                 self._backward(stage, item, whole=action.kind == "backward")
                 self.weights.ran(stage)
+                self._count(action)
             case "backward_weight":
                 self._backward_weight(stage, item)
                 self.weights.ran(stage)
+                self._count(action)
             case "send_activation" | "send_gradient":
                 self._send(Message(_what(action), stage, action.peer, item))
             case "recv_activation" | "recv_gradient":
                 self._receive(Message(_what(action), action.peer, stage, item))
             case _:
                 self.weights.act(action, self.gathered)
+
+    def _count(self, action: Action) -> None:
+        """Sum gradients over the ranks of their stage once the last microbatch before an update is in them."""
+        if action.kind == "backward_input":
+            return
+        stage, count = action.stage, self.added.get(action.stage, 0) + 1
+        self.added[stage] = count
+        if count % (self.schedule.update_every or self.schedule.microbatches) == 0:
+            self._reduce(stage)
+
+    def _reduce(self, stage: int) -> None:
+        variant = self.stages[stage][0]
+        if not variant.deferred:
+            return
+        numbers = variant.deferred[0].numbers
+        keys = [(stage, variant.gradients[number].name) for number in numbers]
+        inputs = _by_lane([self.gathered.gradients.pop(key) for key in keys], len(variant.lanes))
+        results = self.lanes.run([cut.of_step for cut in variant.deferred], inputs)
+        for index, key in enumerate(keys):
+            self.gathered.gradients[key] = [lane[index] for lane in results]
+            self.gathered.owned.discard(key)
 
     def _names(self, message: Message) -> tuple[str, ...]:
         ends = sorted((message.source, message.reader))

@@ -49,7 +49,9 @@ def test_stages_of_several_ranks_each(search: str) -> None:
 
 
 def test_stage_data_and_tensor_parallel_on_sixteen_ranks() -> None:
-    report = check("llama", autopar.Mesh((2, 2, 4), ("pp", "dp", "tp"), hardware="cpu"), "megatron", microbatches=2)
+    report = check(
+        "llama", autopar.Mesh((2, 2, 4), ("pp", "dp", "tp"), hardware="cpu"), "megatron", stages=2, microbatches=2
+    )
     assert report.plan is not None and [stage.rank for stage in report.plan.stages] == [0, 1]
 
 
