@@ -27,6 +27,7 @@ from autopar.arguments import (
     wants_pipeline,
     with_batch,
 )
+from autopar.auto_stages import AUTO, Stages, best_plan, choosing_stages
 from autopar.capture.program import Program
 from autopar.capture.trace import Model, as_module, capture, tensor_leaves
 from autopar.compiler import (
@@ -55,6 +56,7 @@ from autopar.verification import Report, Values, compare, eager_values, full_val
 SEED = 0  # of the step that verify and run_virtual run
 
 
+@choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
 def compile(  # noqa: A001 - the public name, as in torch.compile
     model: Model,
     mesh: DeviceMesh,
@@ -66,7 +68,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
@@ -79,7 +81,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     plan. `search`: `ilp`, another registered strategy or function, or a hand plan: `ddp`, `fsdp`, `megatron`.
     `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
     is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype
-    (`-wide` behind it: sums over ranks are in it too).
+    (`-wide` behind it: sums over ranks are in it too). `stages`: of a pipeline along the axis named `pp`; `"auto"`:
+    divide the mesh's first axis into stages and the rest as is fastest.
     `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
@@ -176,7 +179,7 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
@@ -192,6 +195,13 @@ def make_plan(
     (2,)
     """
     refuse_unsupported(backend=backend)
+    if stages == AUTO:
+        again = partial(
+            make_plan, model, example_inputs=example_inputs, search=search, memory_limit_bytes=memory_limit_bytes,
+            optimizer=optimizer, precision=precision, schedule=schedule, microbatches=microbatches,
+            constraints=constraints,
+        )  # fmt: skip
+        return best_plan(as_mesh(mesh, hardware), again)
     view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
     staged = wants_pipeline(view, request, given) is not None
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
@@ -204,6 +214,7 @@ def make_plan(
     return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
 
 
+@choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
 def run_virtual(
     model: Model,
     mesh: AnyMesh,
@@ -215,7 +226,7 @@ def run_virtual(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),
@@ -237,6 +248,7 @@ def run_virtual(
     return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request))[0]
 
 
+@choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
 def verify(
     model: Model,
     mesh: AnyMesh,
@@ -248,7 +260,7 @@ def verify(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     constraints: Constraints = (),

@@ -81,13 +81,14 @@ def refuse_unsupported(**options: Any) -> None:
             )
 
 
-def make_request(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineRequest:
+def make_request(stages: int | str | None, schedule: str | None, microbatches: int | None) -> PipelineRequest:
     """The pipeline asked for. Raises UnsupportedOptionError for what is no number or no schedule."""
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UnsupportedOptionError(f"{name}={value!r} is not a number of {name}", fix="give a number from 1 on")
     if schedule is not None and schedule not in GENERATORS:
         raise UnsupportedOptionError(f"there is no schedule {schedule!r}", fix=f"use one of {', '.join(GENERATORS)}")
+    assert not isinstance(stages, str)
     request = PipelineRequest(stages, schedule, microbatches)
     if request.is_asynchronous and microbatches is None:
         raise UnsupportedOptionError(

@@ -14,6 +14,7 @@ import torch
 from autopar import optim
 from autopar.api import make_plan, verify
 from autopar.arguments import PRECISIONS
+from autopar.auto_stages import AUTO
 from autopar.errors import ConstraintError
 from autopar.hugging_face import PREFIX
 from autopar.mesh import Mesh
@@ -59,9 +60,17 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
     add_training(parser)
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
-    parser.add_argument("--stages", type=int, help="pipeline stages, along the first mesh axis of that length")
+    parser.add_argument(
+        "--stages",
+        type=_stages,
+        help="pipeline stages, along the first mesh axis of that length, or auto",
+    )
     parser.add_argument("--schedule", help="of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or auto")
     parser.add_argument("--microbatches", type=int, help="parts in which the batch goes through the stages")
+
+
+def _stages(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def add_training(parser: argparse.ArgumentParser, *, optimizer_default: str = "") -> None:

@@ -58,6 +58,8 @@ def _tail(node: fx.Node | None) -> list[fx.Node]:
     while node is not None and (is_wait(node) or _is_sum(node)) and len(node.users) == 1:
         found.append(node)
         node = node.all_input_nodes[0]
+    while found and is_wait(found[-1]):
+        found.pop()  # for a collective that stays
     return found[::-1]
 
 
