@@ -71,6 +71,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "hugging_face": set(),
     "model_source": {"source", "hugging_face"},
     "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
+    "auto_stages": {"mesh", "plan", "planner", "runtime"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "report", "runtime"},
     "compiler": FOUNDATION
     | {"capture", "sharding", "sharding.discovery", "mesh", "plan", "planner", "passes", "runtime", "schedules"}
