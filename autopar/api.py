@@ -81,8 +81,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     plan. `search`: `ilp`, another registered strategy or function, or a hand plan: `ddp`, `fsdp`, `megatron`.
     `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
     is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype
-    (`-wide` behind it: sums over ranks are in it too). `stages`: of a pipeline along the axis named `pp`; `"auto"`:
-    divide the mesh's first axis into stages and the rest as is fastest.
+    (`-wide` behind it: sums over ranks are in it too). `stages="auto"`: divide the mesh's first axis.
     `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.

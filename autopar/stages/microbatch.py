@@ -240,7 +240,8 @@ class _Cutter:
             if node.target is torch.ops.aten.reshape.default:
                 node.target = torch.ops.aten.view.default
             if node.op == "call_function":
-                node.meta["key"] = _unused(node.meta["key"], seen)
+                node.meta.pop("move", None)  # a slice of what is known whole: an op of the microbatch like any other
+                node.meta["key"] = _unused(node.meta.get("key", node.name), seen)
         return replace(self.program, graph_module=gm, inputs=inputs)
 
     def _early_graph(self, names: list[str]) -> fx.GraphModule:
