@@ -40,6 +40,7 @@ from autopar.compiler import (
 )
 from autopar.errors import MeshError, UnsupportedOptionError
 from autopar.mesh import Mesh, as_mesh
+from autopar.passes.packings import error_of
 from autopar.plan import Plan
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory
@@ -68,6 +69,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
+    compress: str | None = None,
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -80,12 +82,11 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     of keyword inputs, the global batch; without them the first call plans. `plan`: follow a saved, edited or hand-made
     plan. `search`: `ilp`, another registered strategy or function, or a hand plan: `ddp`, `fsdp`, `megatron`.
     `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
-    is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype
-    (`-wide` behind it: sums over ranks are in it too). `stages="auto"`: divide the mesh's first axis.
-    `constraints`: pins, `{name pattern: layout}` as `{"*.wte.weight": "R,S0"}`.
+    is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype (`-wide` behind
+    it: sums over ranks are in it too). `compress`: `bf16`, `fp8` or `int8`, in which the backward's values may be held
+    where memory is short. `stages="auto"`: divide the mesh's first axis. `constraints`: `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
-
     One process is a mesh too (under torchrun, the group is there already):
 
     >>> import autopar, torch, torch.distributed as dist
@@ -100,7 +101,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
     def read() -> _Given:
         refuse_unsupported(backend=backend)
-        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
+        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
         inputs = None if example_inputs is None else call_arguments(example_inputs)
         request = make_request(stages, schedule, microbatches)
         return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request, optimizer)
@@ -178,6 +179,7 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
+    compress: str | None = None,
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -197,14 +199,14 @@ def make_plan(
     if stages == AUTO:
         again = partial(
             make_plan, model, example_inputs=example_inputs, search=search, memory_limit_bytes=memory_limit_bytes,
-            optimizer=optimizer, precision=precision, schedule=schedule, microbatches=microbatches,
+            optimizer=optimizer, precision=precision, compress=compress, schedule=schedule, microbatches=microbatches,
             constraints=constraints,
         )  # fmt: skip
         return best_plan(as_mesh(mesh, hardware), again)
     view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
     staged = wants_pipeline(view, request, given) is not None
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
-    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
     captured = partial(capture, module, device=view.device_type, precision=options.precision)
     program = captured(*part_to_capture(request, args, kwargs))
     if staged:
@@ -225,6 +227,7 @@ def run_virtual(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
+    compress: str | None = None,
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -241,7 +244,7 @@ def run_virtual(
     (['bias', 'weight'], 2)
     """
     refuse_unsupported(backend=backend)
-    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
+    options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
     request = make_request(stages, schedule, microbatches)
     inputs = call_arguments(example_inputs)
     return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request))[0]
@@ -259,6 +262,7 @@ def verify(
     memory_limit_bytes: int | None = None,
     optimizer: OptimizerFactory | None = None,
     precision: str | None = None,
+    compress: str | None = None,
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
@@ -271,7 +275,8 @@ def verify(
     On a virtual mesh all ranks run in this process; on a live `DeviceMesh` the real ones do (call it on every rank).
     The reference is the model as PyTorch runs it; if the model is random, the captured program on one device, which
     draws the same numbers. Errors are relative to the largest magnitude of each tensor; `tolerance` replaces the
-    default limits (1e-5 for outputs and 1e-4 for gradients in float32, 1e-10 in float64).
+    default limits (1e-5 for outputs and 1e-4 for gradients in float32, 1e-10 in float64; for gradients of values that
+    were held in less precision, at least 4 times the error of the form).
 
     >>> import autopar, torch
     >>> autopar.verify(torch.nn.Linear(8, 8), (2,), example_inputs=torch.ones(4, 8), search="ddp").ok
@@ -280,7 +285,7 @@ def verify(
 
     def read() -> _Given:
         refuse_unsupported(backend=backend)
-        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision)
+        options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
         inputs, request = call_arguments(example_inputs), make_request(stages, schedule, microbatches)
         return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request)
 
@@ -290,7 +295,8 @@ def verify(
     run, program, followed = _run_virtual(given)
     actual = Values(run.outputs, run.gradients, run.buffers)
     expected, reference = _reference(given, program, example_inputs)
-    report = compare(actual, expected, reference=reference, tolerance=tolerance)
+    saved_error = error_of(entry.residency for entry in followed.every_entry)
+    report = compare(actual, expected, reference=reference, tolerance=tolerance, saved_error=saved_error)
     return replace(report, plan=followed, peak_bytes=max(run.peak_bytes))
 
 
@@ -336,5 +342,7 @@ def _verify_live(mesh: DeviceMesh, read: Callable[[], _Given], inputs: Inputs, t
     program, seed = pmodel.program, pmodel.next_seed
     actual = full_values(pmodel, program, args, kwargs)
     expected, reference = _reference(given, program, inputs, seed)
-    report = compare(actual, expected, reference=reference, tolerance=tolerance)
-    return replace(report, plan=cast(Plan, pmodel.plan))
+    plan = cast(Plan, pmodel.plan)
+    saved_error = error_of(entry.residency for entry in plan.every_entry)
+    report = compare(actual, expected, reference=reference, tolerance=tolerance, saved_error=saved_error)
+    return replace(report, plan=plan)

@@ -15,6 +15,7 @@ from autopar.capture.precision import Precision, Reduction
 from autopar.cost_models.hardware import HardwareProfile
 from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStrategyError, UnsupportedOptionError
 from autopar.mesh import Mesh
+from autopar.passes.packings import LOSSY
 from autopar.plan import Plan
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
@@ -115,6 +116,7 @@ def make_options(
     optimizer: OptimizerFactory | None,
     constraints: Constraints,
     precision: str | None = None,
+    compress: str | None = None,
 ) -> Options:
     """The planner's options from the public keywords. Raises an error of the keyword that cannot be read."""
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float, type(None))):
@@ -131,6 +133,7 @@ def make_options(
         optimizer=optimizer_of(optimizer),
         constraints=as_constraints(constraints),
         precision=precision_of(precision),
+        compress=lossy_residency(compress),
         discovery=Discovery(DiskCache(folder) if (folder := cache_folder(os.environ)) else None),
     )
 
@@ -144,6 +147,16 @@ def precision_of(name: str | None) -> Precision | None:
             f"precision={name!r} is no policy", fix=f"give one of {', '.join(map(repr, PRECISIONS))}, or leave it out"
         )
     return PRECISIONS[name]
+
+
+def lossy_residency(name: str | None) -> str:
+    """The residency that `compress=` allows, if any."""
+    if name is not None and name not in LOSSY:
+        raise UnsupportedOptionError(
+            f"compress={name!r} is no form of saved values",
+            fix=f"give one of {', '.join(map(repr, LOSSY))}, or leave it out: what loses nothing may always be chosen",
+        )
+    return "" if name is None else LOSSY[name]
 
 
 def load_plan(plan: GivenPlan | None) -> Plan | None:

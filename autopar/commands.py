@@ -19,6 +19,7 @@ from autopar.errors import ConstraintError
 from autopar.hugging_face import PREFIX
 from autopar.mesh import Mesh
 from autopar.model_source import ModelSource, load_model, parse_mesh_shape
+from autopar.passes.packings import LOSSY
 from autopar.report.memory import memory_text
 
 MODEL_HELP = "package.module:factory, which returns (model, example_inputs); or hf:CONFIG[:BATCHxSEQUENCE]"
@@ -79,6 +80,7 @@ def add_training(parser: argparse.ArgumentParser, *, optimizer_default: str = ""
     parser.add_argument("--optimizer", help=optimizer)
     parser.add_argument("--shard-state", action="store_true", help="replicas divide the optimizer's state (ZeRO-1)")
     parser.add_argument("--precision", choices=list(PRECISIONS), help="compute in it, with parameters as they are")
+    parser.add_argument("--compress", choices=list(LOSSY), help="hold saved values in it where memory is short")
 
 
 def add_meta(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,7 @@ def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
         "memory_limit_bytes": None if chosen.memory_limit is None else int(chosen.memory_limit),
         "optimizer": optimizer_named(chosen.optimizer, sharded=chosen.shard_state),
         "precision": chosen.precision,
+        "compress": chosen.compress,
         "constraints": pins_of(chosen.pin),
         "stages": chosen.stages,
         "schedule": chosen.schedule,

@@ -88,6 +88,7 @@ def _loaded(chosen: argparse.Namespace) -> Plan:
         memory_limit_bytes=plan.memory_limit_bytes,
         optimizer=optimizer_named(named, sharded=chosen.shard_state),
         precision=chosen.precision,
+        compress=chosen.compress,
     )
 
 

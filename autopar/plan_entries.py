@@ -15,7 +15,7 @@ from autopar.plan_details import EntryCosts, MoveCost, PlanDetails, read_costs, 
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 
 SCHEMA = 3
-RESIDENCIES = ("keep", "recompute")
+RESIDENCIES = ("keep", "recompute", "offload", "compress", "compress-bf16", "compress-fp8", "compress-int8")
 PIPELINE_NUMBERS = ("axis", "microbatches", "virtual_stages", "bubble")
 STAGE_NUMBERS = (
     "number", "rank", "forward_s", "backward_input_s", "backward_weight_s", "in_flight", "activation_bytes",
@@ -40,7 +40,9 @@ class PlanEntry:
     seconds: float = 0.0
     bytes: int = 0  # of its outputs on the largest shard
     moves: tuple[MoveCost, ...] = ()
-    residency: str = ""  # of a value that the backward needs: keep or recompute; keep a parameter's gathered copy
+    residency: str = (
+        ""  # of a value that the backward needs, one of RESIDENCIES; keep: also a parameter's gathered copy
+    )
 
     @property
     def costs(self) -> EntryCosts:

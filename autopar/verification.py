@@ -28,6 +28,7 @@ from autopar.runtime.virtual_run import program_values
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
 ROUNDING_UNITS = 16.0
+SAVED_ERRORS = 4.0  # of a gradient: it is a product of some saved values, one after the other
 LOW_PRECISION = (2e-2, 5e-2)  # bf16 and fp16: sums are rounded in another order
 
 
@@ -131,8 +132,12 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, least_scale:
     return difference / scale if scale > 0 else (0.0 if difference == 0 else difference)
 
 
-def compare(actual: Values, expected: Values, *, reference: str, tolerance: float | None = None) -> Report:
+def compare(
+    actual: Values, expected: Values, *, reference: str, tolerance: float | None = None, saved_error: float = 0.0
+) -> Report:
     """Every output, gradient and buffer of `expected` against `actual`.
+
+    `saved_error`: of the values that the backward reads, where they were held in less precision.
 
     A gradient may be zero in exact arithmetic (a bias before batch norm, a key's bias), and so may a running mean: what
     is left is the rounding of larger terms. So its scale is at least that at which the tolerance is `ROUNDING_UNITS`
@@ -145,7 +150,8 @@ def compare(actual: Values, expected: Values, *, reference: str, tolerance: floa
         for name in sorted(wanted.keys() | found.keys()):
             dtype = wanted[name].dtype if name in wanted else torch.float32
             dtype = expected.computed_in.get((kind, name), dtype)
-            limit = tolerance or TOLERANCES.get(dtype, LOW_PRECISION)[index]
+            usual = max(TOLERANCES.get(dtype, LOW_PRECISION)[index], index * SAVED_ERRORS * saved_error)
+            limit = tolerance or usual
             error = float("inf")
             if name in wanted and name in found:
                 least = ROUNDING_UNITS * largest * torch.finfo(dtype).eps / limit if dtype.is_floating_point else 0.0

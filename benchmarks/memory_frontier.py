@@ -34,6 +34,7 @@ from autopar.planner.build import PlanningProblem
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.make import Options, plan_program
 from autopar.planner.measure import predicted_step_s
+from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import late_decisions
@@ -177,7 +178,8 @@ class Case:
     step_s: float
 
     @classmethod
-    def of(cls, name: str, batch: int | None = None) -> Case:
+    def of(cls, name: str, batch: int | None = None, words: tuple[str, ...] = ()) -> Case:
+        """`words`: the residencies beside keep and recompute that are allowed."""
         make, usual = MODELS[name]
         with torch.device("meta"):
             model, inputs = make(batch or usual)
@@ -186,7 +188,8 @@ class Case:
         mesh = Mesh((1,), hardware="a100-80")
         planned = plan_program(program, mesh, Options(search="ddp", memory_limit_bytes=10**15))
         prices = Prices(mesh)
-        fit = Fit(planned.planning, planned.choice, prices, planned.plan.step_s, {}, Budget(30))
+        packing = Packing(planned.planning.decisions, prices, words)
+        fit = Fit(planned.planning, planned.choice, prices, planned.plan.step_s, {}, Budget(30), packing)
         step_s = predicted_step_s(planned.planning, planned.choice, prices)
         return cls(name, program, planned.planning, fit, fit.measured(USUAL), step_s)
 

@@ -96,6 +96,7 @@ class Device:
     attention_backward_efficiency: float
     convolution_efficiency: float
     host_bytes_per_s: float  # to host memory, for offload
+    is_host: bool = False  # the device is the host: what is offloaded lies in the same memory
     cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
     cache_bytes_per_s: float = 0.0
     causal_fraction: float = 0.5  # of the scores that attention computes under a causal mask; 1: the kernel skips none

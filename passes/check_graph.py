@@ -8,7 +8,9 @@ from torch import fx
 
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.moves import move
+from autopar.passes.pack_saved import PACKS, owner
 from autopar.passes.split_phases import backward_nodes
+from autopar.passes.storages import view_root
 from autopar.sharding.assignment import Assignment, is_getitem
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.sharding.op_call import walk
@@ -43,6 +45,15 @@ def check_recomputed(gm: fx.GraphModule, job: Emission) -> None:
         sources = [source for source in node.all_input_nodes if source not in late]
         kept = [source.name for source in sources if source.name in job.assignment.recomputed]
         assert not kept or is_getitem(node), f"{node.name} reads {kept}, which the plan does not keep"
+
+
+def check_packed(gm: fx.GraphModule, job: Emission) -> None:
+    """The backward reads no packed value from the forward, but in its packed form."""
+    late = backward_nodes(gm.graph, job.program) if job.assignment.packed else set()
+    for node in late:
+        for source in node.all_input_nodes:
+            if source not in late and PACKS not in source.meta and source.op == "call_function":
+                assert owner(view_root(source)) not in job.assignment.packed, f"{node.name} reads {source.name}, packed"
 
 
 def check_values(gm: fx.GraphModule, job: Emission) -> None:

@@ -14,7 +14,7 @@ from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import GraphBuilder, LocalCall, LocalValue, RankGeometry
 from autopar.passes.local_forms import local_form_of
 from autopar.passes.moves import local_move, move
-from autopar.sharding.assignment import Assignment, is_getitem
+from autopar.sharding.assignment import VALUE_OF, Assignment, is_getitem
 from autopar.sharding.layout import parse_layout
 from autopar.sharding.op_call import call_of
 from autopar.torch_compat import LazyGraphModule
@@ -35,6 +35,13 @@ def localize(
     for node in gm.graph.nodes:
         localizer.add(node)
     return LazyGraphModule(gm, localizer.build.graph)
+
+
+def _value_of(node: fx.Node) -> tuple[str, int]:
+    """The key of the op whose value a node of the traced graph is, and which of its outputs."""
+    producer, index = (node.args[0], node.args[1]) if is_getitem(node) else (node, 0)
+    assert isinstance(producer, fx.Node) and isinstance(index, int)
+    return producer.meta.get("key", producer.name), index
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode:
@@ -58,7 +65,9 @@ class Localizer:
         """Append the local counterpart of `node`."""
         meta = {key: item for key, item in node.meta.items() if key not in REPLACED_META}
         self.build.meta = {**meta, "pass": "localize"}
-        self.values[node] = getattr(self, f"_{node.op}")(node)
+        self.values[node] = value = getattr(self, f"_{node.op}")(node)
+        if isinstance(value, fx.Node) and node.op == "call_function" and node.target is not move:
+            value.meta.setdefault(VALUE_OF, _value_of(node))
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         value: torch.Tensor = node.meta["val"]

@@ -10,11 +10,12 @@ from torch import fx
 from autopar.capture.program import InputKind, Program
 from autopar.collector import collector_paused
 from autopar.fake_calls import FakeCalls
-from autopar.passes.check_graph import check_moves_agree, check_recomputed, check_values, check_waits
+from autopar.passes.check_graph import check_moves_agree, check_packed, check_recomputed, check_values, check_waits
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.localize import fake_mode_of, localize
 from autopar.passes.observed import ExpertCount, counts_of
+from autopar.passes.pack_saved import pack_saved
 from autopar.passes.recompute import recompute
 from autopar.passes.schedule_collectives import schedule_collectives
 from autopar.passes.split_phases import split_phases
@@ -51,6 +52,11 @@ SHARED_PASSES: tuple[Pass, ...] = (
 RANK_PASSES: tuple[Pass, ...] = (
     Pass("localize", lambda gm, job: localize(gm, job.assignment, job.geometry, job.fake_calls), check_values),
     Pass("schedule_collectives", lambda gm, _: schedule_collectives(gm), check_waits),
+    Pass(
+        "pack_saved",
+        lambda gm, job: pack_saved(gm, job.program, job.assignment.packed, job.geometry, job.fake_calls),
+        check_packed,
+    ),
 )
 PASSES = (*SHARED_PASSES, *RANK_PASSES)
 

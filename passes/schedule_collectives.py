@@ -42,7 +42,7 @@ def _start_early(collective: fx.Node) -> None:
     place, heavy_ops = first, 0
     limit = 1 if collective_kind(collective) == "all_gather" else None
     while _may_pass(place.prev, collective, barriers):
-        heavy_ops += _is_heavy(place.prev)
+        heavy_ops += is_heavy(place.prev)
         place = place.prev
         if heavy_ops == limit:
             break
@@ -120,12 +120,13 @@ def _wait_late(collective: fx.Node, runs: _Runs) -> None:
         place = wait
         while place is not end:
             place = place.next
-            if _is_heavy(place):
+            if is_heavy(place):
                 break
     if place is not wait:
         runs.move(wait, place)
 
 
-def _is_heavy(node: fx.Node) -> bool:
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an op takes long enough to hide a transfer behind."""
     packet = getattr(node.target, "overloadpacket", None)
     return getattr(packet, "__name__", "") in HEAVY_NAMES

@@ -70,7 +70,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "optim": FOUNDATION | {"sharding"},  # layouts alone
     "hugging_face": set(),
     "model_source": {"source", "hugging_face"},
-    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "planner", "cost_models", "schedules"},
+    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "passes", "planner", "cost_models", "schedules"},
     "auto_stages": {"mesh", "plan", "planner", "runtime"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "report", "runtime"},
     "compiler": FOUNDATION

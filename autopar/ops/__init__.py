@@ -12,6 +12,7 @@ from autopar.ops import (
     dispatch,
     experts,
     grouped,
+    packing,
     random_bits,
     recurrent,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "dispatch",
     "experts",
     "grouped",
+    "packing",
     "random_bits",
     "recurrent",
 ]

@@ -17,6 +17,7 @@ from autopar.planner.decisions import Decision, result_key
 from autopar.planner.overlap import MoveCosts, Window, Windows
 from autopar.planner.prices import VIEWS, Prices
 from autopar.planner.residency import USUAL, Residency
+from autopar.planner.saved_forms import SavedForms
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
@@ -87,7 +88,8 @@ def assignment_of(
     outputs = tuple(results.get(result_key(output)) for output in program.outputs)
     again = frozenset(decisions[index].node for index in residency.recomputed)
     once = frozenset(decisions[index].node for index in residency.gathered_once)
-    return Assignment(mesh_shape, strategies, inputs, outputs, again, once)
+    packed = SavedForms(decisions).packed(residency) if residency.packed else {}
+    return Assignment(mesh_shape, strategies, inputs, outputs, again, once, packed)
 
 
 @collector_paused()

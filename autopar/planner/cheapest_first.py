@@ -1,4 +1,4 @@
-"""A first residency that fits: whatever frees most bytes per second of recomputation is not kept, first of all.
+"""A first residency that fits: what frees most bytes per second is not kept, but recomputed or packed, first of all.
 
 Layers decide one by one, the early ones first: what they hold lives longest, and is recomputed when the rest is gone.
 """
@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from autopar.passes.packings import PACKED
 from autopar.planner.recomputation import Recomputation, with_gathers
 from autopar.planner.residency import Residency
 
@@ -30,8 +31,24 @@ class CheapestFirst:
         """Saved values and gathered copies by seconds per byte, without those that are pinned."""
         of, gathers = self.of, self.of.moves.gathers
         found = [(gather.seconds / gather.bytes, index) for index, gather in gathers.items() if gather.bytes]
-        found += [(of.seconds[index] / held, index) for index, held in of.bytes.items() if held]
+        found += [(self._seconds(index) / held, index) for index, held in of.bytes.items() if held]
         return tuple(index for _, index in sorted(found) if of.pins.get(index) is None)
+
+    def _seconds(self, index: int) -> float:
+        word = self.words.get(index)
+        return self.of.seconds[index] if word is None else self.of.packed.seconds(index, word, self.of.choice[index])
+
+    @cached_property
+    def words(self) -> dict[int, str]:
+        """How to pack the saved values that cost less so than recomputed, whoever is recomputed from them."""
+        of, found = self.of, dict[int, str]()
+        for index, value in of.saved.values.items():
+            words = [it for it in of.packed.of(index) if of.packed.forms.is_whole(index, it) or not value.readers]
+            cost = {it: of.packed.seconds(index, it, of.choice[index]) for it in words}
+            best = min(cost, key=cost.__getitem__, default=None)
+            if best is not None and cost[best] < of.seconds[index]:
+                found[index] = best
+        return found
 
     def under(self, constant: Array, limit: float) -> Residency | None:
         """As little dropped as is foreseen to fit; None where none of `LENGTHS` does, for more is not always less."""
@@ -58,8 +75,10 @@ class CheapestFirst:
         """What is dropped is not kept; what is pinned is as it is pinned."""
         of, gathers = self.of, self.of.moves.gathers
         first = {*dropped, *(index for index, pin in of.pins.items() if pin == "recompute")}
-        again = of.saved.closed(first & of.saved.values.keys())
-        return with_gathers(Residency(again), gathers, gathers.keys() - first)
+        packed = {(index, self.words[index]) for index in dropped if index in self.words}
+        packed |= {(index, pin) for index, pin in of.pins.items() if pin in PACKED}
+        again = of.saved.closed((first & of.saved.values.keys()) - {index for index, _ in packed})
+        return with_gathers(Residency(again, packed=frozenset(packed)), gathers, gathers.keys() - first)
 
     def _levels(self, dropped: Collection[int], constant: Array) -> Array:
         return self.of.levels(self.residency(dropped), constant)
@@ -67,7 +86,7 @@ class CheapestFirst:
     def _needed(self, dropped: Sequence[int], constant: Array, limit: float) -> list[int]:
         """`dropped` without what fits after all, the dearest first: it is not held when memory is tight."""
         of = self.of
-        levels, states = self._levels(dropped, constant), of.states(self.residency(dropped).recomputed)
+        levels, states = self._levels(dropped, constant), of.states(self.residency(dropped))
         needed = []
         for index in reversed(dropped):
             value, state = of.saved.values.get(index), states.get(index)

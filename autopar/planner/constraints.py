@@ -13,21 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError, PlanFormatError
+from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
+from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import late_decisions
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 from autopar.sharding.rules.experts import ALL_TO_ALL
 from autopar.sharding.strategies import Strategy
 
-RESIDENCIES = ("keep", "recompute")
+RESIDENCIES = ("keep", "recompute", *PACKED)
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """Everything whose name matches `pattern` (shell style) has `layout`: a parameter's, an input's, an op's output.
 
-    In place of a layout, `keep` or `recompute` says how the backward gets the values of ops of the forward. Of a layer
+    In place of a layout, a residency says how the backward gets the values of ops of the forward: `keep`, `recompute`,
+    `offload`, `compress` or, with loss, `compress-bf16`, `compress-fp8` or `compress-int8`. Of a layer
     of experts, `A` in place of `S0` says that tokens go to their experts by all-to-all along that axis.
 
     >>> Constraint("*.mlp.*.weight", "R,S0").layout
@@ -111,17 +114,24 @@ def pinned_decisions(planning: PlanningProblem, constraints: tuple[Constraint, .
 
 
 def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...]) -> dict[int, str]:
-    """`keep` or `recompute` for pinned ops of the forward and parameters. Raises ConstraintError where none matches."""
+    """The residencies of pinned ops of the forward and parameters. Raises ConstraintError where none matches, or where
+    none of those that match can be packed so: the others are left as they are."""
     pins: dict[int, str] = {}
     late = late_decisions(planning.decisions) if any(item.is_residency for item in constraints) else []
+    forms = SavedForms(planning.decisions)
     for constraint in constraints:
         if not constraint.is_residency:
             continue
         kinds = {index: planning.decisions[index].kind for index in _matching(planning, constraint.pattern)}
         matched = [index for index, kind in kinds.items() if kind == "parameter" or (kind == "op" and not late[index])]
+        why = "no op of the forward and no parameter"
+        if constraint.layout in PACKED:
+            reasons = {index: forms.why_not(index, constraint.layout) for index in kinds}
+            matched = [index for index, reason in reasons.items() if not reason]
+            why = reasons[min(reasons)] if reasons else why
         if not matched:
             raise ConstraintError(
-                f"the constraint {constraint.pattern!r}: no op of the forward and no parameter to {constraint.layout}",
+                f"the constraint {constraint.pattern!r}: nothing to {constraint.layout}: {why}",
                 fix="use `module/op#0` as the plan prints them",
             )
         for index in matched:

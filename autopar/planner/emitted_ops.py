@@ -2,6 +2,7 @@
 
 As PyTorch runs them: an op computes on the compute stream, in order; a collective is issued there, and runs on the
 stream of its mesh axis once what was issued before it is done; a wait holds the compute stream until it is complete.
+Copies to the host and back have a stream each.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from torch import fx
 from autopar.capture.program import InputKind, OutputKind
 from autopar.cost_models.simulator import TimedOp
 from autopar.passes.collectives import is_collective, is_wait
+from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
 from autopar.passes.pipeline import LocalProgram
-from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes
+from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes, copied_over_bytes
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.sharding.op_call import spec_of
@@ -41,8 +43,11 @@ class _Walk:
     def add(self, node: fx.Node) -> None:
         if is_collective(node):
             self._add_collective(node)
-        elif is_wait(node):
-            self.waited += tuple(self.started[source] for source in node.all_input_nodes if source in self.started)
+        elif is_copy(node):
+            self._add_copy(node)
+        elif is_wait(node) or is_copy_wait(node):
+            started = [self.started[source] for source in node.all_input_nodes if source in self.started]
+            self.waited += tuple(started)
         elif computes(node):
             self._compute(node.name, compute_seconds(node, self.prices), _detail(node))
 
@@ -61,6 +66,14 @@ class _Walk:
         after, detail = self.last_compute + self.waited, f"{detail}; {call.bytes_} bytes"
         self.started[node] = len(self.ops)
         self.ops.append(TimedOp(node.name, seconds, "communication", 0, stream, after, "", link, call.axis, detail))
+
+    def _add_copy(self, node: fx.Node) -> None:
+        """Behind what was issued before it, on the stream of its direction."""
+        bytes_, direction = copied_over_bytes(node), "to the host" if node.target is OFFLOAD else "from the host"
+        after, detail = self.last_compute + self.waited, f"{_detail(node)}; {bytes_} bytes"
+        self.started[node] = len(self.ops)
+        seconds = self.prices.host_copy(bytes_)
+        self.ops.append(TimedOp(node.name, seconds, "communication", 0, f"copies {direction}", after, detail=detail))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """One op per parameter that is trained, on its shard."""

@@ -1,4 +1,5 @@
-"""Layouts made to fit a memory limit by recomputing: the problem proposes, the emitted program is measured."""
+"""Layouts made to fit a memory limit by recomputing and packing: the problem proposes, the emitted program is
+measured."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleProblemError
+from autopar.passes.packings import PACKED
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem
 from autopar.planner.cheapest_first import CheapestFirst
 from autopar.planner.measure import Measured, measured_program
 from autopar.planner.moves_again import MovesAgain
+from autopar.planner.packed_values import PackedValues, Packing
 from autopar.planner.prices import Prices
 from autopar.planner.recomputation import Recomputation, with_gathers
 from autopar.planner.residency import USUAL, Residency
@@ -41,10 +44,10 @@ class Fitted:
 
 @dataclass
 class Fit:
-    """Chooses what to recompute under one choice of layouts.
+    """Chooses what to recompute and what to pack under one choice of layouts.
 
-    `step_s`: seconds of the step as it is. `pins`: decisions that are to be kept, or recomputed. `residency`: the one
-    so far.
+    `step_s`: seconds of the step as it is. `pins`: the residencies that are asked for, by decision. `residency`: the
+    one so far.
     """
 
     planning: PlanningProblem
@@ -53,13 +56,21 @@ class Fit:
     step_s: float
     pins: Mapping[int, str]
     budget: Budget
+    packing: Packing
     residency: Residency = USUAL
     seed: int = 0
 
     @cached_property
     def saved(self) -> SavedValues:
         """What there is to keep or to recompute."""
-        return SavedValues(self.planning.decisions, LEVELS, self.residency.recomputed | self.pins.keys())
+        also = self.residency.recomputed | self.residency.words.keys() | self.pins.keys()
+        return SavedValues(self.planning.decisions, LEVELS, also)
+
+    @cached_property
+    def packed(self) -> PackedValues:
+        """What there is to pack."""
+        others = {*self.pins.values(), *self.residency.words.values()} & {*PACKED}
+        return PackedValues(self.saved, self.packing, frozenset(others))
 
     @cached_property
     def moves(self) -> MovesAgain:
@@ -70,7 +81,7 @@ class Fit:
     def of(self) -> Recomputation:
         """The search problem."""
         decisions, shape = self.planning.decisions, self.planning.mesh_shape
-        return Recomputation(self.saved, decisions, self.choice, shape, self.moves, self.pins)
+        return Recomputation(self.saved, decisions, self.choice, shape, self.moves, self.pins, self.packed)
 
     @cached_property
     def fastest(self) -> Residency:
@@ -78,7 +89,13 @@ class Fit:
         decisions = self.planning.decisions
         again = {index for index, pin in self.pins.items() if pin == "recompute" and decisions[index].kind == "op"}
         kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute"}
-        return with_gathers(Residency(self.saved.closed(again) if again else frozenset()), self.moves.gathers, kept)
+        recomputed = self.saved.closed(again) if again else frozenset()
+        return with_gathers(Residency(recomputed, packed=self._pinned), self.moves.gathers, kept)
+
+    @property
+    def _pinned(self) -> frozenset[tuple[int, str]]:
+        """What is to be packed."""
+        return frozenset((index, pin) for index, pin in self.pins.items() if pin in PACKED)
 
     @cached_property
     def least_s(self) -> float:
@@ -88,10 +105,10 @@ class Fit:
     @cached_property
     def checkpointed(self) -> Residency:
         """Only what crosses a narrow cut of the forward is kept: measured, it shows how little the rest may hold."""
-        pinned = {index for index, pin in self.pins.items() if pin == "keep"}
+        pinned = {index for index, pin in self.pins.items() if pin != "recompute"}
         again = self.saved.values.keys() - self.saved.checkpoints - pinned
         kept = self.moves.gathers.keys() & pinned
-        return with_gathers(Residency(self.saved.closed(again)), self.moves.gathers, kept)
+        return with_gathers(Residency(self.saved.closed(again), packed=self._pinned), self.moves.gathers, kept)
 
     def measured(self, residency: Residency) -> Fitted:
         """What the emitted program then holds."""
@@ -101,7 +118,7 @@ class Fit:
         """Seconds that a residency takes more than the usual one, moves included."""
         if residency == USUAL:
             return 0.0
-        states = self.of.states(residency.recomputed) if residency.recomputed else {}
+        states = self.of.states(residency) if residency.recomputed else {}
         active = {index for index, state in states.items() if isinstance(state, int)}
         again = sum(
             float(self.planning.decisions[index].seconds[self.choice[index]])
@@ -110,12 +127,13 @@ class Fit:
         )
         views = {index for index in residency.recomputed if is_view(self.planning.decisions[index])}
         changed = Residency(frozenset(active | views), residency.gathered_once)
-        return again + self.moves.backward(changed) - self.moves.backward(USUAL)
+        packing = sum(self.packed.seconds(index, word, self.choice[index]) for index, word in sorted(residency.packed))
+        return again + packing + self.moves.backward(changed) - self.moves.backward(USUAL)
 
     def recompute_s(self, residency: Residency) -> float:
         """Seconds spent on recomputing: over the same residency with nothing recomputed."""
         kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(index, residency)}
-        same = with_gathers(USUAL, self.moves.gathers, kept)
+        same = with_gathers(Residency(packed=residency.packed), self.moves.gathers, kept)
         return self.seconds(residency) - self.seconds(same) if residency != same else 0.0
 
     def problem(self, fitted: Fitted) -> Problem:

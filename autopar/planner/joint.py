@@ -1,6 +1,7 @@
 """Layouts and residency as one search problem: an op's strategy says how it is sharded and whether it is recomputed.
 
-Each saved value has its strategies times {keep, recompute} (and free, where only recomputation reads it). The edges
+Each saved value has its strategies times {keep, recompute, the forms in which it may be packed} (and free, where only
+recomputation reads it). The edges
 carry both prices: of moving a value in the forward, and of moving it again for what is recomputed from it; a pair in
 which a value is recomputed from one that is free is forbidden. Followers hold the value in the gap between the
 phases, and from its first reader in the backward on. Layers of one kind share both decisions here; `Fit` then lets
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
+from autopar.planner.packed_values import PackedValues, Packing
 from autopar.planner.recomputation import is_there, states_of
-from autopar.planner.saved_values import FREE, KEEP, SavedValue, SavedValues, State, is_view, moment, roots_of
+from autopar.planner.saved_values import KEEP, Packed, SavedValue, SavedValues, State, is_view, moment, roots_of
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.layout import Layout, shard_dim
 
@@ -37,19 +41,23 @@ class Joint:
         return tuple(pick // len(states) for pick, states in zip(picks, self.states, strict=False))
 
 
-def joint_problem(planning: PlanningProblem, pins: Mapping[int, str], limit: float) -> Joint | None:
+def joint_problem(planning: PlanningProblem, pins: Mapping[int, str], packing: Packing, limit: float) -> Joint | None:
     """The joint problem under a limit in bytes; None where it would be too large (see MAX_PAIRS)."""
-    return _Builder(planning, pins).build(limit)
+    saved = SavedValues(planning.decisions, 0, frozenset(pins))
+    packed = PackedValues(saved, packing, frozenset(pins.values()) & {*PACKED})
+    return _Builder(planning, pins, packed).build(limit)
 
 
 class _Builder:
-    def __init__(self, planning: PlanningProblem, pins: Mapping[int, str]) -> None:
+    def __init__(self, planning: PlanningProblem, pins: Mapping[int, str], packed: PackedValues) -> None:
         self.planning, self.base = planning, planning.problem
-        self.saved = SavedValues(planning.decisions, 0, frozenset(pins)).values
+        self.packed, self.saved = packed, packed.saved.values
         self.roots, self.count = roots_of(planning.decisions), len(planning.decisions)
         none: tuple[State, ...] = (KEEP,)
         self.states = tuple(
-            states_of(self.saved[index], pins.get(index)) if index in self.saved else none
+            states_of(self.saved[index], pins.get(index), self._packed_states(index, pins.get(index)))
+            if index in self.saved
+            else none
             for index in range(len(planning.decisions))
         )
         self.costs: list[Matrix] = []
@@ -59,6 +67,18 @@ class _Builder:
         self.edge_costs: list[Matrix] = []
         self.groups: list[object] = []
         self.matrices: dict[object, Matrix] = {}
+
+    def _packed_states(self, index: int, pin: str | None) -> tuple[Packed, ...]:
+        """Unless it is pinned, only what costs next to nothing: the rest is for `Fit`."""
+        states = self.packed.states(index, pin)
+        return tuple(it for it in states if pin or it.word != "offload" or self.base.groups[index] in self._hidden)  # type: ignore[index]
+
+    @cached_property
+    def _hidden(self) -> set[int]:
+        """The classes whose members' copies to the host are all hidden."""
+        groups, hidden = self.base.groups, self.packed.packing.link.hidden
+        assert groups is not None
+        return {groups[index] for index in hidden} - {groups[index] for index in self.saved.keys() - hidden}
 
     def build(self, limit: float) -> Joint | None:
         if self._pairs() > MAX_PAIRS:
@@ -86,7 +106,10 @@ class _Builder:
 
     def _kinds(self, index: int) -> tuple[str, ...]:
         """The states, whenever they recompute: what members of a class must share."""
-        return tuple("recompute" if isinstance(state, int) else state for state in self.states[index])
+        return tuple(
+            "recompute" if isinstance(state, int) else state.word if isinstance(state, Packed) else state
+            for state in self.states[index]
+        )
 
     def _add_decision(self, index: int) -> None:
         value, states, costs = self.saved.get(index), self.states[index], self.base.costs[index]
@@ -96,7 +119,11 @@ class _Builder:
         seconds = np.where(costs < FORBIDDEN, self.planning.decisions[index].seconds, 0.0)
         low, high = self.base.intervals[index]
         assert self.base.groups is not None
-        self.costs.append((costs[:, None] + seconds[:, None] * again[None, :]).reshape(-1))
+        total = costs[:, None] + seconds[:, None] * again[None, :]
+        for place, state in enumerate(states):
+            if isinstance(state, Packed):
+                total[:, place] += [self.packed.seconds(index, state.word, pick) for pick in range(len(costs))]
+        self.costs.append(total.reshape(-1))
         self.usages.append(np.repeat(self.base.usages[index], len(states)))
         end = moment(high, 0, self.count) if value is None else value.forward_end
         self.intervals.append((moment(low, 0, self.count), end))
@@ -120,7 +147,8 @@ class _Builder:
                 total = total.copy()
                 kept = np.where(self._moves_once(first, second, argument), 0.0, base)
                 for place, state in enumerate(sources):
-                    repeated = kept if state == KEEP and not is_view(self.planning.decisions[first]) else base
+                    is_held = state == KEEP or isinstance(state, Packed)
+                    repeated = kept if is_held and not is_view(self.planning.decisions[first]) else base
                     total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
             self.matrices[key] = total.reshape(base.shape[0] * len(sources), -1)
         return self.matrices[key]
@@ -141,22 +169,32 @@ class _Builder:
     def _add_presence(self, edge: int, first: int, second: int) -> None:
         """Forbid recomputing a value whose source, under its views, is neither kept nor recomputed."""
         root = self.roots[first]
-        if self.planning.edge_arguments[edge] < 0 or FREE not in self.states[root] or second not in self.saved:
-            return
         sources, readers = self.states[root], self.states[second]
-        absent = [[not is_there(0 if isinstance(it, int) else it, reader) for reader in readers] for it in sources]
+        if self.planning.edge_arguments[edge] < 0 or second not in self.saved:
+            return
+        absent = [[self._is_absent(root, it, reader) for reader in readers] for it in sources]
+        if not np.array(absent).any():
+            return
         tiled = np.tile(np.array(absent), (len(self.base.costs[root]), len(self.base.costs[second])))
         if root == first:
             self.edge_costs[-1] = np.where(tiled, float(FORBIDDEN), self.edge_costs[-1])
         else:
             self._link(root, second, np.where(tiled, float(FORBIDDEN), 0.0))
 
+    def _is_absent(self, root: int, state: State, reader: State) -> bool:
+        if isinstance(state, Packed):
+            return isinstance(reader, int) and not self.packed.forms.is_whole(root, state.word)
+        return not is_there(0 if isinstance(state, int) else state, reader)
+
     def _add_pieces(self, index: int, value: SavedValue) -> None:
         decision, states = self.planning.decisions[index], self.states[index]
         picks = range(len(decision.strategies))
-        held = np.array([value.bytes(decision, pick, self.planning.mesh_shape) for pick in picks], dtype=np.float64)
-        levels = np.unique([0.0, *held])
-        for number, piece in enumerate(value.pieces(self.count)):
+        whole = np.array([value.bytes(decision, pick, self.planning.mesh_shape) for pick in picks], dtype=np.float64)
+        for number, piece in enumerate(self.packed.pieces(index, value, value.pieces(self.count))):
+            held = whole
+            if piece.packed and any(state in piece.states for state in states):
+                held = np.array([self.packed.bytes(index, piece.packed, pick) for pick in picks], dtype=np.float64)
+            levels = np.unique([0.0, *held])
             active = np.array([state in piece.states for state in states])
             amounts = (held[:, None] * active[None, :]).reshape(-1)
             if not amounts.any():

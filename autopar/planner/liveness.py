@@ -7,7 +7,7 @@ where it is made; tensors saved for the backward stay to their last reader there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -16,11 +16,13 @@ from torch import fx
 
 from autopar.capture.program import InputKind, results_of
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
+from autopar.passes.copies import OFFLOAD
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.storages import storages_of, view_root
 
 Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "gathered", "collective"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+HOST: Literal["host"] = "host"  # what is offloaded: counted apart
 """saved: read by the backward. collective: what a collective wrote, and what ops of the same move made of it; gathered:
 the same, of a parameter."""
 
@@ -38,6 +40,7 @@ class Timeline:
     born: tuple[int, ...]  # bytes that begin to live with each node
     labels: tuple[tuple[str, str], ...] = ()  # per node, what it is called and the user's line
     lifetimes: tuple[Lifetime, ...] = ()
+    host_peak_bytes: int = 0  # the most that lies on the host at once
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -68,7 +71,7 @@ class Lifetime:
     bytes: int
     kind: Kind
     first: int
-    last: int
+    last: int  # included
     name: str = ""  # of the parameter or input, or `module/op#occurrence` of the op that makes it
     where: str = ""  # the user's line
 
@@ -82,7 +85,8 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
     start = len(nodes)
     if local.backward is not None:
         nodes += [node for node in local.backward.graph.nodes if node.op != "output"]
-    lifetimes = _Lifetimes(local, nodes, start).all()
+    collected = _Lifetimes(local, nodes, start)
+    lifetimes, host = collected.all(), collected.on_host()
     changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
     for life in lifetimes:
         changes[life.kind][life.first] += life.bytes
@@ -93,7 +97,17 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
     by_kind = {kind: tuple(_running_sums(values[: len(nodes)])) for kind, values in changes.items()}
     names = _names(local)
     labels = tuple(_label(node, names) for node in nodes)
-    return Timeline(tuple(node.name for node in nodes), by_kind, start, tuple(born), labels, tuple(lifetimes))
+    names_of = tuple(node.name for node in nodes)
+    return Timeline(names_of, by_kind, start, tuple(born), labels, tuple(lifetimes), _peak(host, len(nodes)))
+
+
+def _peak(lives: Iterable[tuple[int, int, int]], count: int) -> int:
+    """The most bytes alive at once, of (bytes, first, last)."""
+    changes = [0] * (count + 1)
+    for bytes_, first, last in lives:
+        changes[first] += bytes_
+        changes[last + 1] -= bytes_
+    return max(_running_sums(changes))
 
 
 def _names(local: LocalProgram) -> dict[str, str]:
@@ -130,7 +144,7 @@ class _Lifetimes:
         self.first: dict[Storage, int] = {}
         self.last: dict[Storage, int] = {}
         self.bytes: dict[Storage, int] = {}
-        self.kind: dict[Storage, Kind] = {}
+        self.kind: dict[Storage, Kind | Literal["host"]] = {}
         self.made: dict[Storage, tuple[str, str]] = {}
 
     def all(self) -> list[Lifetime]:
@@ -143,8 +157,14 @@ class _Lifetimes:
             self._hold_input_of_collective(node, index)
         self._hold_results()
         return [
-            Lifetime(self.bytes[it], self.kind[it], self.first[it], self.last[it], *self.made[it]) for it in self.first
+            Lifetime(self.bytes[it], kind, self.first[it], self.last[it], *self.made[it])
+            for it, kind in self.kind.items()
+            if kind != HOST
         ]
+
+    def on_host(self) -> list[tuple[int, int, int]]:
+        """(bytes, first, last) of what is offloaded."""
+        return [(self.bytes[it], self.first[it], self.last[it]) for it, kind in self.kind.items() if kind == HOST]
 
     def _storages(self, node: fx.Node) -> dict[Storage, int]:
         """The storages under a node's value; outputs of an op that are never picked count too."""
@@ -160,12 +180,14 @@ class _Lifetimes:
         held = kind in ("parameter", "buffer", "input") and index < self.start
         self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
 
-    def _kind_of(self, node: fx.Node) -> Kind:
+    def _kind_of(self, node: fx.Node) -> Kind | Literal["host"]:
         if node.op == "placeholder":
             kind = self.kinds.get(node.name)
             return "input" if kind is None else _INPUT_KINDS.get(kind, "input")
         if node.op == "get_attr":
             return "buffer"
+        if node.target is OFFLOAD:
+            return HOST
         if not (is_collective(node) or "move" in node.meta):
             return "activation"
         return "gathered" if self._is_of_parameter(node) else "collective"

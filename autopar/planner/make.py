@@ -26,6 +26,7 @@ from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.joint import joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
 from autopar.planner.optimizer_state import Optimizer
+from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
 from autopar.planner.reductions import reduced_after_casts
 from autopar.planner.residency import Residency
@@ -65,6 +66,7 @@ class Options:
     time_limit_s: float = 30.0  # processor time of all searches; a fraction of it where no memory limit binds
     seed: int = 0
     discovery: Discovery | None = None
+    compress: str = ""  # the residency that loses precision and may be chosen, if any
 
     @property
     def search_name(self) -> str:
@@ -79,6 +81,7 @@ class Options:
             "optimizer": self.optimizer,
             "constraints": self.constraints,
             "precision": self.precision,
+            "compress": self.compress,
         }
         return "\n".join(f"{name} {value}" for name, value in given.items())
 
@@ -152,6 +155,7 @@ class Planner:
         self.planning = apply_constraints(
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
         )
+        self.packing = Packing.of(decisions, self.prices, self.options.compress)
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:
@@ -240,7 +244,7 @@ class Planner:
             pins = own | pins
         step_s = candidate.foreseen_s - candidate.residency_s
         choice, residency, seed = candidate.choice, candidate.residency, self.options.seed
-        return Fit(self.planning, choice, self.prices, step_s, pins, self.budget, residency, seed)
+        return Fit(self.planning, choice, self.prices, step_s, pins, self.budget, self.packing, residency, seed)
 
     def _refitted(self, candidate: Candidate, fitted: Fitted) -> Candidate:
         """The candidate with another residency, measured."""
@@ -287,7 +291,7 @@ class Planner:
     def _search_jointly(self) -> bool:
         """Layouts and recomputation in one problem; whether what came of it fits."""
         pins = residency_pins(self.planning, self.options.constraints)
-        joint = joint_problem(self.planning, pins, float(self.limit))
+        joint = joint_problem(self.planning, pins, self.packing, float(self.limit))
         allowance = float(self.limit)
         for _ in range(JOINT_ROUNDS if joint is not None else 0):
             assert joint is not None
@@ -374,6 +378,7 @@ class Planner:
         plan = self.foreseen(best, best.step_s, best.peak_bytes).repriced(
             recompute_s=self._fit(best).recompute_s(best.residency),
             memory=best.measured.memory,
+            host_bytes=best.measured.timeline.host_peak_bytes,
             step_ops=best.step_ops,
             recomputation=self._fit(best).problem(best.fitted),
             details=best.measured.details(self.prices, self.limit),

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopar.passes.collectives import collective_kind, collective_splits, is_collective, is_wait
+from autopar.passes.copies import is_copy, is_copy_wait
 from autopar.passes.local_call import WORK_SHARE, RankGeometry
 from autopar.passes.storages import view_base
 from autopar.planner.prices import Prices
@@ -29,8 +30,11 @@ class CollectiveCall:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node runs a kernel on the device: no collective, no view, no pick of one of several outputs."""
+    """Whether a node runs a kernel: no collective, no copy to the host or back, no view, no pick of one of several
+    outputs."""
     if node.op != "call_function" or is_getitem(node) or is_collective(node) or is_wait(node):
+        return False
+    if is_copy(node) or is_copy_wait(node):
         return False
     return view_base(node) is None
 
@@ -71,12 +75,19 @@ def copied_bytes(call: CollectiveCall) -> int:
     return call.bytes_ if call.kind == "all_reduce" else 0
 
 
+def copied_over_bytes(node: fx.Node) -> int:
+    """Bytes that a copy to the host or back carries."""
+    return value_bytes(node.meta["val"])
+
+
 def node_seconds(node: fx.Node, prices: Prices, geometry: RankGeometry) -> float:
     """Seconds of any node, nothing hidden."""
     if is_collective(node):
         call = collective_call(node, geometry)
         copied = copied_bytes(call)
         return prices.collective(call.kind, call.bytes_, call.axis) + (prices.copy(copied) if copied else 0.0)
+    if is_copy(node):
+        return prices.host_copy(copied_over_bytes(node))
     return compute_seconds(node, prices) if computes(node) else 0.0
 
 

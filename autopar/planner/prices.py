@@ -18,6 +18,7 @@ from autopar.cost_models.compute import (
     attention_price,
     attention_work,
     convolution_price,
+    host_copy_seconds,
     kernel_price,
     matmul_price,
     memory_bound_price,
@@ -143,6 +144,10 @@ class Prices:
     def copy(self, bytes_: float) -> float:
         """Seconds to copy a tensor in device memory."""
         return self.kernel(2.0 * bytes_)
+
+    def host_copy(self, bytes_: float) -> float:
+        """Seconds to copy a tensor to the host, or back: each direction has the link to itself."""
+        return float(host_copy_seconds(self.device, bytes_))
 
     def copy_price(self, bytes_: float) -> Priced:
         """What `copy` gives the value of."""

@@ -1,10 +1,10 @@
-"""What to keep and what to recompute under fixed layouts, as a search problem: every layer for itself.
+"""What to keep, to pack and to recompute under fixed layouts, as a search problem: every layer for itself.
 
-A saved value is a node with the strategies keep, recompute (at one of several times) and, where the backward reads it
-only to recompute others, free. An edge forbids recomputing a value from one that is not there by then, and holds the
-price of moving it again. The formulation is that of Checkmate (Jain et al., MLSys 2020), in which a value is recomputed
-at most once, right before its first reader. What the rest of the program holds is constant, and known exactly: it is
-what the emitted program holds, less the saved values.
+A saved value is a node with the strategies keep, recompute (at one of several times), one for each form in which it may
+be packed and, where the backward reads it only to recompute others, free. An edge forbids recomputing a value from one
+that is not there by then, and holds the price of moving it again. The formulation is that of Checkmate (Jain et al.,
+MLSys 2020), in which a value is recomputed at most once, right before its first reader. What the rest of the program
+holds is constant, and known exactly: it is what the emitted program holds, less the saved values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from autopar.planner.decisions import Decision
 from autopar.planner.moves_again import Gather, MovesAgain
-from autopar.planner.residency import Residency
-from autopar.planner.saved_values import FREE, KEEP, Piece, SavedValue, SavedValues, State, moment
+from autopar.planner.packed_values import PackedValues
+from autopar.planner.residency import USUAL, Residency
+from autopar.planner.saved_values import FREE, KEEP, Packed, Piece, SavedValue, SavedValues, State, moment
 from autopar.search import FORBIDDEN, Problem
 
 Array = npt.NDArray[np.float64]
@@ -28,21 +29,24 @@ Life = tuple[int, int, float]
 """First moment, the moment after the last, bytes."""
 
 
-def states_of(value: SavedValue, pin: str | None) -> tuple[State, ...]:
-    """The states of a saved value; a pin, `keep` or `recompute`, leaves only those that meet it."""
+def states_of(value: SavedValue, pin: str | None, packed: tuple[Packed, ...] = ()) -> tuple[State, ...]:
+    """The states of a saved value; a pin leaves only those that meet it. `packed`: those in which it is packed."""
     kept: tuple[State, ...] = (KEEP,) if value.direct else (FREE, KEEP)
     if pin is not None:
-        return kept if pin == "keep" else value.starts
-    return (*kept, *value.starts)
+        return kept if pin == "keep" else value.starts if pin == "recompute" else packed
+    return (*kept, *value.starts, *packed)
 
 
 def is_there(source: State, reader: State, *, passing: bool = False) -> bool:
     """Whether a source in its state is there when its reader is recomputed, or need not be.
 
-    A `passing` source is recomputed at the very time of its reader.
+    A `passing` source is recomputed at the very time of its reader. A packed one is there once it is unpacked: the
+    caller says whether what is unpacked will do.
     """
     if not isinstance(reader, int):
         return True
+    if isinstance(source, Packed):
+        source = source.start
     if isinstance(source, int):
         return source == reader if passing else source <= reader
     return source == KEEP
@@ -52,12 +56,12 @@ def with_gathers(residency: Residency, gathers: Mapping[int, Gather], kept: Set[
     """A residency in which the copies of the parameters in `kept` are kept, and those of the others gathered again."""
     once = {index for index in kept if gathers[index].is_direct}
     views = [gather.views for index, gather in gathers.items() if index not in kept]
-    return Residency(residency.recomputed.union(*views), frozenset(once))
+    return Residency(residency.recomputed.union(*views), frozenset(once), residency.packed)
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The problem of one choice of layouts: what each saved value costs to recompute, and holds."""
+    """The problem of one choice of layouts: what each saved value costs to recompute or to pack, and holds."""
 
     saved: SavedValues
     decisions: Sequence[Decision]
@@ -65,6 +69,7 @@ class Recomputation:
     mesh_shape: tuple[int, ...]
     moves: MovesAgain
     pins: Mapping[int, str]
+    packed: PackedValues
 
     @cached_property
     def bytes(self) -> dict[int, int]:
@@ -94,7 +99,7 @@ class Recomputation:
     def beside_values(self, live: Array) -> Array:
         """What a program holds beside its saved values, as in `problem`, if `live` is alive while each decision runs,
         saved values included, and every one of them is kept."""
-        states, count = self.states(frozenset()), len(self.decisions)
+        states, count = self.states(USUAL), len(self.decisions)
         values = _profile_of(self._value_lives(states))
         held = values[1][np.searchsorted(values[0], np.arange(count) * (count + 1) + count, side="right")]
         return np.repeat((live - held)[:, None], 2, axis=1)
@@ -126,7 +131,7 @@ class Recomputation:
 
     def _profile(self, residency: Residency) -> tuple[npt.NDArray[np.int64], Array]:
         """The moments at which what is held changes, and the bytes before the first and after each of them."""
-        states = self.states(residency.recomputed)
+        states = self.states(residency)
         return _profile_of(chain(self._gather_lives(residency), self._value_lives(states)))
 
     def _gather_lives(self, residency: Residency) -> Iterator[Life]:
@@ -139,23 +144,28 @@ class Recomputation:
         for index, pieces in self._pieces.items():
             for piece in pieces:
                 if states[index] in piece.states:
-                    yield piece.start, piece.end, self.bytes[index]
+                    yield piece.start, piece.end, self.held_in(index, piece)
 
     @cached_property
     def _pieces(self) -> dict[int, list[Piece]]:
-        return {index: value.pieces(len(self.decisions)) for index, value in self.saved.values.items()}
+        count = len(self.decisions)
+        return {it: self.packed.pieces(it, value, value.pieces(count)) for it, value in self.saved.values.items()}
 
-    def states(self, recomputed: Set[int]) -> dict[int, State]:
-        """The states that the emitted program has: each value is recomputed right before its first reader."""
+    def states(self, residency: Residency) -> dict[int, State]:
+        """The states that the emitted program has: what is not kept is there again right before its first reader."""
         states: dict[int, State] = {}
         for index in sorted(self.saved.values, reverse=True):
             value = self.saved.values[index]
             reading = [states[reader] for reader in value.readers]
             times = [state for state in reading if isinstance(state, int)] + list(value.starts[-1:] * value.direct)
-            if index not in recomputed:
-                states[index] = KEEP if times else FREE
+            if not times:
+                states[index] = FREE
+            elif index in residency.recomputed:
+                states[index] = value.nearest(min(times))
+            elif index in residency.words:
+                states[index] = Packed(residency.words[index], value.nearest(min(times)))
             else:
-                states[index] = value.nearest(min(times)) if times else FREE
+                states[index] = KEEP
         return states
 
     def residency(self, picks: Sequence[int], states: Sequence[tuple[State, ...]]) -> Residency:
@@ -163,12 +173,14 @@ class Recomputation:
         picked = [options[pick] for options, pick in zip(states, picks, strict=False)]
         count = len(self.saved.values)
         recomputed = {index for index, state in zip(self.saved.values, picked, strict=False) if isinstance(state, int)}
+        pairs = zip(self.saved.values, picked, strict=False)
+        packed = frozenset((index, state.word) for index, state in pairs if isinstance(state, Packed))
         kept = {index for index, state in zip(self.moves.gathers, picked[count:], strict=True) if state == KEEP}
-        return with_gathers(Residency(self.saved.closed(recomputed)), self.moves.gathers, kept)
+        return with_gathers(Residency(self.saved.closed(recomputed), packed=packed), self.moves.gathers, kept)
 
     def picks(self, residency: Residency, states: Sequence[tuple[State, ...]], nodes: int) -> tuple[int, ...] | None:
         """A residency as a choice of the problem of so many nodes; None where the problem does not have it."""
-        own = self.states(residency.recomputed)
+        own = self.states(residency)
         wanted = [own[index] for index in self.saved.values]
         wanted += [KEEP if gather.is_kept(index, residency) else FREE for index, gather in self.moves.gathers.items()]
         if any(state not in options for state, options in zip(wanted, states, strict=True)):
@@ -183,6 +195,22 @@ class Recomputation:
         if not self.bytes[index]:
             return []
         return [piece for piece in self._pieces[index] if not piece.states.isdisjoint(options)]
+
+    def held_in(self, index: int, piece: Piece) -> float:
+        """Bytes that a value holds in one of its pieces."""
+        pick = self.choice[index]
+        return float(self.packed.bytes(index, piece.packed, pick) if piece.packed else self.bytes[index])
+
+    def seconds_in(self, index: int, state: State) -> float:
+        """What a state of a saved value costs."""
+        if isinstance(state, Packed):
+            return self.packed.seconds(index, state.word, self.choice[index])
+        return self.seconds[index] if isinstance(state, int) else 0.0
+
+    def options(self, index: int) -> tuple[State, ...]:
+        """The states among which the problem chooses for a saved value."""
+        pin = self.pins.get(index)
+        return states_of(self.saved.values[index], pin, self.packed.states(index, pin))
 
     def problem(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
         """The problem under a limit in bytes, and each node's states.
@@ -212,11 +240,11 @@ class _Builder:
 
     def build(self, constant: Array, limit: float | None) -> tuple[Problem, list[tuple[State, ...]]]:
         values = self.of.saved.values
-        states = [states_of(value, self.of.pins.get(index)) for index, value in values.items()]
+        states = [self.of.options(index) for index in values]
         place = {index: node for node, index in enumerate(values)}
         for index, options in zip(values, states, strict=True):
-            again = np.array([isinstance(state, int) for state in options])
-            self._add(again * self.of.seconds[index], np.zeros(len(options)), (0, 0))
+            seconds = np.array([self.of.seconds_in(index, state) for state in options])
+            self._add(seconds, np.zeros(len(options)), (0, 0))
         states += [self._add_gather(gather, self.of.pins.get(index)) for index, gather in self.of.moves.gathers.items()]
         for node, (index, value) in enumerate(values.items()):
             for reader in value.readers:
@@ -264,16 +292,22 @@ class _Builder:
         matrix = np.zeros((len(sources), len(readers)))
         for row, state in enumerate(sources):
             for column, reading in enumerate(readers):
-                if not is_there(state, reading, passing=self.of.saved.values[source].passing):
+                there = is_there(state, reading, passing=self.of.saved.values[source].passing)
+                if not there or not self._will_do(source, state, reading):
                     matrix[row, column] = float(FORBIDDEN)
                 elif isinstance(reading, int):
-                    matrix[row, column] = kept if state == KEEP else again
+                    matrix[row, column] = again if isinstance(state, int) else kept
         return matrix
+
+    def _will_do(self, source: int, state: State, reading: State) -> bool:
+        """Whether what is held of a source is enough for what is recomputed from it."""
+        packed = isinstance(state, Packed) and isinstance(reading, int)
+        return not packed or self.of.packed.forms.is_whole(source, state.word)  # type: ignore[union-attr]
 
     def _add_pieces(self, node: int, value: SavedValue, options: tuple[State, ...]) -> None:
         """A follower per interval, which holds the value or does not."""
-        bytes_ = float(self.of.bytes[value.decision])
         for piece in self.of.pieces(value.decision, value, options):
+            bytes_ = self.of.held_in(value.decision, piece)
             held = np.array([state in piece.states for state in options])
             follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))
             pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)

@@ -126,7 +126,8 @@ class Session:
     def _is_roomy(self, plan: Plan, pins: tuple[Constraint, ...]) -> bool:
         """Whether nothing is recomputed, or asked to be."""
         pinned = any(pin.is_residency for pin in (*pins, *self.planner.options.constraints))
-        return not pinned and not self.best.residency.recomputed and plan.peak_bytes <= self.planner.limit
+        usual = not self.best.residency.recomputed and not self.best.residency.packed
+        return not pinned and usual and plan.peak_bytes <= self.planner.limit
 
     def _foreseen(self, plan: Plan, planner: Planner, fresh: Candidate) -> Plan:
         """The plan of a choice that is not emitted: it differs from the known plan's as the search says."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -10,14 +12,23 @@ class Residency:
     """Where it is not the usual one.
 
     `recomputed`: ops of the forward whose values are not kept. `gathered_once`: parameters whose copies, gathered for
-    the forward, are kept for the backward; the usual is to gather the stored shards again.
+    the forward, are kept for the backward; the usual is to gather the stored shards again. `packed`: ops whose values
+    are held in another form, each with the word for it (`passes.packings.PACKED`).
     """
 
     recomputed: frozenset[int] = frozenset()
     gathered_once: frozenset[int] = frozenset()
+    packed: frozenset[tuple[int, str]] = frozenset()
+
+    @cached_property
+    def words(self) -> Mapping[int, str]:
+        """By decision, how its value is packed."""
+        return dict(self.packed)
 
     def of(self, index: int) -> str:
-        """`recompute` or `keep` where a decision's residency is not the usual one, else nothing."""
+        """The word for a decision's residency where it is not the usual one, else nothing."""
+        if index in self.words:
+            return self.words[index]
         return "recompute" if index in self.recomputed else "keep" if index in self.gathered_once else ""
 
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.errors import PlanError
+from autopar.passes.packings import PACKED
 from autopar.plan import Plan
 from autopar.plan_entries import PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.make import program_hash
 from autopar.planner.residency import Residency
+from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import SavedValues, late_decisions
 from autopar.report.figures import bytes_text, seconds_text
 from autopar.sharding.layout import Layout, format_layout
@@ -20,18 +22,31 @@ from autopar.sharding.strategies import Strategy, local_bytes
 
 
 def residency_of(decisions: Sequence[Decision], plan: Plan) -> Residency:
-    """What becomes of values under a plan. Raises PlanError where it recomputes what is no op of the forward."""
+    """What becomes of values under a plan. Raises PlanError where an op's value cannot be had so."""
     kept = {entry.key for entry in plan.entries if entry.residency == "keep" and entry.kind == "parameter"}
     once = frozenset(index for index, item in enumerate(decisions) if item.kind == "parameter" and item.key in kept)
     wanted = {entry.key for entry in plan.entries if entry.residency == "recompute" and entry.kind == "op"}
+    packed = _packed(decisions, plan)
     if not wanted:
-        return Residency(gathered_once=once)
+        return _checked(decisions, Residency(frozenset(), once, packed))
     late = late_decisions(decisions)
     found = {index for index, decision in enumerate(decisions) if decision.key in wanted}
     for index in sorted(found):
         if late[index] or decisions[index].kind != "op":
             raise PlanError(f"{decisions[index].key} cannot be recomputed", fix="name an op of the forward")
-    return Residency(SavedValues(decisions).closed(found), once)
+    return _checked(decisions, Residency(SavedValues(decisions).closed(found), once, packed))
+
+
+def _packed(decisions: Sequence[Decision], plan: Plan) -> frozenset[tuple[int, str]]:
+    words = {entry.key: entry.residency for entry in plan.entries if entry.residency in PACKED}
+    found = ((index, decision.key) for index, decision in enumerate(decisions) if decision.key in words)
+    return frozenset((index, words[key]) for index, key in found)
+
+
+def _checked(decisions: Sequence[Decision], residency: Residency) -> Residency:
+    if residency.packed:
+        SavedForms(decisions).check(residency)
+    return residency
 
 
 def resolve(

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,17 +20,27 @@ WINDOW = 6  # values to either side among which a narrow cut has the fewest byte
 
 
 KEEP, FREE = "keep", "free"
-State = str | int
-"""KEEP, FREE, or the time (a decision index) at which the value is recomputed."""
+
+
+class Packed(NamedTuple):
+    """Held in another form until a time (a decision index), from which on it is there as it was."""
+
+    word: str
+    start: int
+
+
+State = str | int | Packed
+"""KEEP, FREE, the time (a decision index) at which the value is recomputed, or how it is packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A half-open interval of moments, and the states of a value that hold it throughout."""
+    """A half-open interval of moments, and the states of a value that hold it throughout: as it is, or `packed`."""
 
     start: int
     end: int
     states: frozenset[State]
+    packed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

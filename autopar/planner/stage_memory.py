@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.capture.program import InputKind, OutputKind, results_of
 from autopar.passes.collectives import collective_kind, is_wait
+from autopar.passes.copies import OFFLOAD
 from autopar.passes.defer_reductions import defer_reductions
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.split_weights import split_weights
@@ -109,7 +110,7 @@ class _StageMemory:
         )
 
     def _held_anyway(self) -> set[int]:
-        """Storages of weights, and of inputs of which a rank's part of a microbatch is a view of the whole."""
+        """Storages of weights, of what is on the host, and of inputs of which a rank's part is a view of the whole."""
         layouts, over_time = self.planned.assignment.inputs, self.staged.microbatches.inputs
         found: set[int] = set()
         kinds = {item.node: item.kind for item in self.program.inputs if not is_boundary(item.name)}
@@ -117,7 +118,7 @@ class _StageMemory:
             kind = kinds.get(node.name) if node.op == "placeholder" else None
             viewed = over_time.get(node.name, REPLICATE) in (REPLICATE, Shard(0)) and not _packed_bytes(node)
             whole = all(placement == REPLICATE for placement in layouts.get(node.name, ()))
-            if kind is InputKind.PARAMETER or (kind in CALL and viewed and whole):
+            if kind is InputKind.PARAMETER or (kind in CALL and viewed and whole) or node.target is OFFLOAD:
                 found |= storages_of(node).keys()
         return found
 

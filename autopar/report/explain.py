@@ -40,6 +40,8 @@ def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
         )
     if entry.residency == "recompute":
         yield "  its value is recomputed in the backward"
+    elif entry.residency not in ("", "keep"):
+        yield f"  its value has the residency {entry.residency} from the forward to the backward"
     elif entry.residency == "keep":
         yield f"  its {'gathered copy' if entry.kind == 'parameter' else 'value'} is kept for the backward"
     if entry.where:

@@ -129,14 +129,9 @@ def _costliest(plan: Plan) -> str:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What is recomputed, which plans were compared, which ops have no rule, notes."""
-    lines = []
-    again = {entry.key: "" for entry in plan.entries if entry.residency == "recompute"}
-    if again:
-        held = sum(entry.bytes for entry in plan.entries if entry.key in again)
-        names = list(fold_keys(again))
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        lines.append(f"recomputed in the backward rather than kept ({bytes_text(held)}): {shown}")
+    """What is not kept for the backward, which plans were compared, which ops have no rule, notes."""
+    words = dict.fromkeys(entry.residency for entry in plan.entries if entry.residency not in ("", "keep"))
+    lines = [_not_kept(plan, word) for word in sorted(words)]
     if len(plan.alternatives) > 1:
         ranked = sorted(plan.alternatives.items(), key=lambda item: item[1])
         lines.append("plans compared: " + ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in ranked))
@@ -145,6 +140,19 @@ def remarks(plan: Plan) -> list[str]:
     if plan.replicated:
         lines.append("replicated: " + "; ".join(map(_replicated, plan.replicated)))
     return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _not_kept(plan: Plan, word: str) -> str:
+    entries = {entry.key: entry for entry in plan.entries if entry.residency == word}
+    held = bytes_text(sum(entry.bytes for entry in entries.values()))
+    names = list(fold_keys(dict.fromkeys(entries, "")))
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    said = {
+        "recompute": "recomputed in the backward rather than kept",
+        "offload": f"on the host from the forward to the backward, up to {bytes_text(plan.host_bytes)} at once",
+        "compress": "compressed without loss from the forward to the backward",
+    }
+    return f"{said.get(word, f'{word} from the forward to the backward')} ({held}): {shown}"
 
 
 def _uses(item: OpWithoutRule) -> str:

@@ -7,23 +7,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.ops import packing as _packing  # noqa: F401  (registers autopar::offload)
 from autopar.torch_compat import DispatchMode
+
+OFFLOAD = torch.ops.autopar.offload.default
 
 
 class MemoryTracker(DispatchMode):
     """Counts live bytes by storage, while it is entered.
 
     Each storage counts once, whichever tensors view it, from the op that first returns it (or from `hold`) until it is
-    freed. Memory inside kernels is not seen.
+    freed. Memory inside kernels is not seen. What `autopar::offload` returns lies on the host: it is counted apart.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
         self._alive: set[int] = set()  # identities of storages
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
@@ -38,21 +44,28 @@ class MemoryTracker(DispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf)
+                self._count(leaf, on_host=func is OFFLOAD)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
+    def _count(self, tensor: Tensor, *, on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._alive:
             return
         self._alive.add(storage._cdata)
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        self._add(storage.nbytes(), on_host=on_host)
+        weakref.finalize(storage, self._release, storage._cdata, storage.nbytes(), on_host=on_host)
 
-    def _release(self, identity: int, bytes_: int) -> None:
+    def _release(self, identity: int, bytes_: int, *, on_host: bool) -> None:
         self._alive.discard(identity)
-        self.live_bytes -= bytes_
+        self._add(-bytes_, on_host=on_host)
+
+    def _add(self, bytes_: int, *, on_host: bool) -> None:
+        if on_host:
+            self.host_bytes += bytes_
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        else:
+            self.live_bytes += bytes_
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 class LockstepMemory:
@@ -65,6 +78,11 @@ class LockstepMemory:
     def peak_bytes(self) -> tuple[int, ...]:
         """Each rank's peak."""
         return tuple(tracker.peak_bytes for tracker in self.trackers)
+
+    @property
+    def host_peak_bytes(self) -> tuple[int, ...]:
+        """Each rank's most bytes on the host."""
+        return tuple(tracker.host_peak_bytes for tracker in self.trackers)
 
     def on_rank(self, rank: int) -> AbstractContextManager[object]:
         return self._tracking(rank)

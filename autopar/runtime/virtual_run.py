@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class VirtualRun:
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]  # the new values of those that the step changed
     peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...] = ()  # the most that each rank held on the host
 
 
 def run_virtual_step(
@@ -96,7 +97,7 @@ class _VirtualStep:
         if backward:
             second = run_lockstep(backward, self._inputs(backward, values, saved), memory)
             results = [[*rank, *gradients] for rank, gradients in zip(results, second, strict=True)]
-        return self._recombined(results, memory.peak_bytes)
+        return replace(self._recombined(results, memory.peak_bytes), host_bytes=memory.host_peak_bytes)
 
     def _inputs(
         self, graphs: Sequence[fx.GraphModule], values: Mapping[str, Tensor], saved: Sequence[list[Tensor]]

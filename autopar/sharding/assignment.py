@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -15,6 +15,8 @@ RECOMPUTES = "recomputes"
 """Under this key of its metadata a node of the backward names the op of the forward that it computes again."""
 OWN_STRATEGY = "strategy"
 """Under this key a node that a pass has added, and no plan knows of, has its strategy."""
+VALUE_OF = "value_of"
+"""Under this key a local node that holds the value of an op has (the op's key, which of its outputs)."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Assignment:
     `inputs`: layout of each placeholder. `outputs`: layout in which each element of the flat output tuple leaves;
     None leaves it in the layout of its producer (a result kept sharded). `recomputed`: ops of the forward, by node
     name, whose values are not saved for the backward but computed again there. `gathered_once`: parameters, by node
-    name, that the backward reads as the forward has gathered them.
+    name, that the backward reads as the forward has gathered them. `packed`: by the key of an op and which of its
+    outputs, the form (`passes.packings`) in which its value is held between the phases.
     """
 
     mesh_shape: tuple[int, ...]
@@ -34,6 +37,7 @@ class Assignment:
     outputs: tuple[Layout | None, ...]
     recomputed: Set[str] = frozenset()
     gathered_once: Set[str] = frozenset()
+    packed: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def strategy_of(self, node: fx.Node) -> Strategy:
         """The strategy of an op; what is recomputed has that of its original, what a pass added its own."""

@@ -10,14 +10,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.capture.trace import capture, tensor_leaves
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.passes.packings import EXACT
 from autopar.planner.build import build_problem
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
+from autopar.planner.saved_forms import SavedForms
 from autopar.runtime.virtual_run import run_virtual_step
 from autopar.verification import Values, compare, traced_values
 from tests.autopar.random_programs import BATCH, LAYERS, SEQUENCE, RandomModel, random_choice
+
+
+def random_packing(forms: SavedForms, recomputed: frozenset[int], chance: random.Random) -> frozenset[tuple[int, str]]:
+    """Some values that are not recomputed on the host or compressed, in so far as what is recomputed allows it."""
+    words = {index: chance.choice(["", *EXACT]) for index in range(len(forms.decisions)) if index not in recomputed}
+    packed = {(index, word) for index, word in words.items() if word and not forms.why_not(index, word)}
+    try:
+        forms.check(Residency(recomputed, packed=frozenset(packed)))
+    except PlanError:
+        packed = {(index, word) for index, word in packed if forms.is_whole(index, word)}
+    return frozenset(packed)
 
 
 def check(names: list[str], residual: bool, tied: bool, mesh_shape: tuple[int, ...], seed: int) -> None:
@@ -31,7 +45,9 @@ def check(names: list[str], residual: bool, tied: bool, mesh_shape: tuple[int, .
     chance = random.Random(seed)
     choice = random_choice(planning, chance)
     flipped = [(index, item.kind) for index, item in enumerate(decisions) if chance.random() < 0.5]
-    residency = Residency(*(frozenset(index for index, kind in flipped if kind == it) for it in ("op", "parameter")))
+    recomputed, once = (frozenset(index for index, kind in flipped if kind == it) for it in ("op", "parameter"))
+    packed = random_packing(SavedForms(decisions), recomputed, chance)
+    residency = Residency(recomputed, once, packed)
     run = run_virtual_step(model, program, planning.assignment(choice, residency), mesh_shape, args, {}, seed=3)
     expected = traced_values(model, program, tensor_leaves(args, {}), 3)
     report = compare(Values(run.outputs, run.gradients, run.buffers), expected, reference="one device")

@@ -14,7 +14,9 @@ from autopar.mesh import Mesh
 from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.joint import Joint, joint_problem
+from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
+from autopar.planner.saved_values import Packed
 from autopar.search import peak_usage, solve
 
 
@@ -29,8 +31,12 @@ def planning() -> PlanningProblem:
     return planning_of(nn.Sequential(*layers), torch.randn(256, 16))
 
 
-def joint_of(planning: PlanningProblem, limit: float) -> Joint:
-    joint = joint_problem(planning, {}, limit)
+def packing_of(planning: PlanningProblem, *words: str, hardware: str = "cpu") -> Packing:
+    return Packing(planning.decisions, Prices(Mesh((2,), hardware=hardware)), words)
+
+
+def joint_of(planning: PlanningProblem, limit: float, *words: str) -> Joint:
+    joint = joint_problem(planning, {}, packing_of(planning, *words), limit)
     assert joint is not None
     return joint
 
@@ -60,5 +66,18 @@ def test_under_a_limit_it_is_never_worse_than_layouts_alone(planning: PlanningPr
 
 def test_pins_hold_in_the_joint_problem(planning: PlanningProblem) -> None:
     gelu = next(index for index, item in enumerate(planning.decisions) if "addmm" in item.key and item.kind == "op")
-    joint = joint_problem(planning, {gelu: "recompute"}, 1e15)
-    assert joint is not None and all(isinstance(state, int) for state in joint.states[gelu])
+    for pin, kind in (("recompute", int), ("offload", Packed)):
+        joint = joint_problem(planning, {gelu: pin}, packing_of(planning), 1e15)
+        assert joint is not None and all(isinstance(state, kind) for state in joint.states[gelu])
+
+
+def test_with_loss_allowed_it_is_never_worse_than_without(planning: PlanningProblem) -> None:
+    peak = peak_usage(planning.problem, solve(planning.problem).choice)
+    costs = []
+    for words in ((), ("compress-bf16",)):
+        joint = joint_of(planning, 0.75 * peak, *words)
+        found = solve(joint.problem, time_limit_s=10)
+        costs.append(found.cost)
+        picked = [states[pick % len(states)] for pick, states in zip(found.choice, joint.states, strict=False)]
+        assert any(isinstance(state, Packed) for state in picked) == bool(words)
+    assert costs[1] < costs[0]

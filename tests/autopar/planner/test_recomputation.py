@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -17,6 +18,7 @@ from autopar.errors import ConstraintError, MemoryLimitError, PlanFormatError
 from autopar.planner.budget import Budget
 from autopar.planner.fit import Fit
 from autopar.planner.make import Options, plan_program
+from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 
@@ -80,7 +82,8 @@ def test_every_limit_is_met_the_promise_measured_and_the_model_computed(name: st
 def fit_of(model: nn.Module, x: torch.Tensor) -> Fit:
     program, mesh = capture(model, (x,), {}), autopar.Mesh((1,), hardware="cpu")
     planned = plan_program(program, mesh, Options(search="ddp"))
-    return Fit(planned.planning, planned.choice, Prices(mesh), planned.plan.step_s, {}, Budget(30))
+    packing = Packing(planned.planning.decisions, Prices(mesh), ())
+    return Fit(planned.planning, planned.choice, Prices(mesh), planned.plan.step_s, {}, Budget(30), packing)
 
 
 def test_the_choice_is_the_best_of_all_on_small_graphs() -> None:
@@ -110,9 +113,9 @@ def test_a_refusal_says_by_how_much_and_three_ways_out() -> None:
 
 def limited() -> tuple[nn.Module, torch.Tensor, autopar.Plan]:
     model, x = blocks(), torch.randn(128, 16)
-    roomy = autopar.make_plan(model, (1,), example_inputs=x, search="ddp")
-    limit = int(0.85 * roomy.peak_bytes)
-    return model, x, autopar.make_plan(model, (1,), example_inputs=x, search="ddp", memory_limit_bytes=limit)
+    keywords: dict[str, Any] = {"example_inputs": x, "search": "ddp", "hardware": "cpu"}  # its own host: no offloading
+    limit = int(0.85 * autopar.make_plan(model, (1,), **keywords).peak_bytes)
+    return model, x, autopar.make_plan(model, (1,), memory_limit_bytes=limit, **keywords)
 
 
 def test_a_plan_is_saved_with_its_residency_and_may_be_edited(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_plan_is_saved_with_its_residency_and_may_be_edited(tmp_path: Path) ->
     data = json.loads((tmp_path / "plan.json").read_text())
     assert "recompute" in data["residency"].values() and "keep" in data["residency"].values()
     data["residency"] = {}
-    kept = autopar.make_plan(model, (1,), example_inputs=x, plan=autopar.Plan.from_json(data))
+    kept = autopar.make_plan(model, (1,), example_inputs=x, plan=autopar.Plan.from_json(data), hardware="cpu")
     assert kept.recompute_s == 0 and kept.peak_bytes > plan.peak_bytes and kept.hash != plan.hash
     assert "recomputed in the backward" in str(plan) and "recomputed" not in str(kept)
 
