@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published_tables import collectives, fitting, memory, pipelines, transformers
-from published_tables.comparison import Claim, Table
+from published_tables.comparison import Claim, Table, TableError
 
 SHIPPED = Path(__file__).parent / "data"
 DOCS = Path(__file__).parent.parent / "docs" / "cost_models.md"
+FILES = ", ".join(sorted(path.name for path in SHIPPED.iterdir() if path.suffix in (".csv", ".json")))
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 
 
@@ -53,7 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fitting.fit_links(options.data or SHIPPED, print)
         fitting.fit(options.data or SHIPPED, transformers.Constants(), print)
         return 0
-    tables = every_table(options.data or SHIPPED, fitted_half=slice(0) if options.data else slice(0, None, 2))
+    try:
+        tables = every_table(options.data or SHIPPED, fitted_half=slice(0) if options.data else slice(0, None, 2))
+    except TableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not tables:
+        print(f"error: {options.data} has none of the tables of {SHIPPED.name}: {FILES}", file=sys.stderr)
+        return 2
+    for table in tables:
+        if table.unknown:
+            print(f"{table.name}: {table.unknown} rows of unknown machines, models or ops are left out")
     for table in tables if options.rows else ():
         print(f"\n{table.name}")
         for row in table.rows:
@@ -73,7 +84,8 @@ def write_docs(lines: Sequence[str]) -> None:
 
 def _claim_line(claim: Claim) -> str:
     sign, holds = ("≥" if claim.at_least else "≤"), ("holds" if claim.holds else "**missed**")
-    cells = (claim.table, str(claim.rows), claim.statistic, f"{claim.value:.4g}", f"{sign} {claim.target:g}", holds)
+    target, holds = ("-", "for comparison") if claim.target is None else (f"{sign} {claim.target:g}", holds)
+    cells = (claim.table, str(claim.rows), claim.statistic, f"{claim.value:.4g}", target, holds)
     return "| " + " | ".join(cells) + " |"
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links, load_profile
 from autopar.cost_models.links import link_of_kind
-from published_tables.comparison import Claim, Row, Table, halves, quantile_error, read_rows
+from published_tables.comparison import Claim, Row, Table, halves, judged, quantile_error, read_rows
 
 FILE = "nccl_bandwidth.csv"
+COLUMNS = ("gpu", "network", "ngpus", "nnodes", "collective", "bytes", "time_us")
 MIB = 2**20
 KINDS: dict[str, str] = {
     "all_reduce": "all_reduce", "allreduce": "all_reduce", "all_gather": "all_gather", "allgather": "all_gather",
@@ -77,7 +79,7 @@ def usable(row: dict[str, str]) -> bool:
     """Leaves out derived times, the Polaris rows that their authors mis-set, and what has no price here."""
     if row["collective"] not in KINDS or system_of(row) is None:
         return False
-    if "derived" in row.get("algo_note", "") or not row["time_us"] or float(row["time_us"]) <= 0:
+    if "derived" in (row.get("algo_note") or "") or not row["time_us"] or float(row["time_us"]) <= 0:
         return False
     mis_set = row["nnodes"] == "128" and row["collective"] in ("all_reduce", "alltoall")
     return not (mis_set and "polaris" in row["gpu"].lower())
@@ -85,9 +87,11 @@ def usable(row: dict[str, str]) -> bool:
 
 def compare(path: Path, *, fitted_half: slice) -> Table:
     """Every usable row of the file; rows of `fitted_half` are marked as fitted."""
-    rows = [row for row in read_rows(path) if usable(row)]
+    every = read_rows(path, COLUMNS)
+    rows = [row for row in every if judged(path, row, partial(usable, row))]
+    unknown = sum(system_of(row) is None or row["collective"] not in KINDS for row in every)
     fitted = set(range(len(rows))[fitted_half])
-    made = [_compared(row, fitted=index in fitted) for index, row in enumerate(rows)]
+    made = [judged(path, row, partial(_compared, row, fitted=index in fitted)) for index, row in enumerate(rows)]
     large = [item for item, row in zip(made, rows, strict=True) if float(row["bytes"]) >= MIB]
     small = [item for item, row in zip(made, rows, strict=True) if float(row["bytes"]) < MIB]
     claims = []
@@ -100,7 +104,7 @@ def compare(path: Path, *, fitted_half: slice) -> Table:
         within = sum(1 for item in part if 0.5 <= item.predicted / item.measured <= 2)
         share = within / len(part) if part else float("nan")
         claims.append(Claim(f"collectives < 1 MiB, {name}", "share within 2x", share, 0.9, len(part), at_least=True))
-    return Table("collectives", tuple(made), tuple(claims))
+    return Table("collectives", tuple(made), tuple(claims), unknown)
 
 
 def _compared(row: dict[str, str], *, fitted: bool) -> Row:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.stats import spearmanr
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,15 @@ class Claim:
     table: str
     statistic: str
     value: float
-    target: float
+    target: float | None  # None: shown for comparison only
     rows: int
     at_least: bool = False  # the target is a floor (a correlation), not a ceiling
 
     @property
     def holds(self) -> bool:
         """Whether the value meets the target."""
+        if self.target is None:
+            return True
         return self.value >= self.target if self.at_least else self.value <= self.target
 
 
@@ -51,12 +55,32 @@ class Table:
     name: str
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...]
+    unknown: int = 0  # rows of machines or models that nothing is known of: they are not judged
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, without those marked as not seen."""
+class TableError(Exception):
+    """A table that cannot be judged: what is wrong with it, and where."""
+
+
+def read_rows(path: Path, needed: Iterable[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV file, without those marked as not seen. Raises TableError if a needed column is missing."""
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row.get("seen", "true").lower() != "false"]
+        table = csv.DictReader(file)
+        missing = sorted(set(needed) - set(table.fieldnames or ()))
+        if missing:
+            raise TableError(
+                f"{path}: no column {', '.join(missing)}; its columns: {', '.join(table.fieldnames or ())}"
+            )
+        return [row for row in table if (row.get("seen") or "true").lower() != "false"]
+
+
+def judged(path: Path, row: Mapping[str, str], predict: Callable[[], _Found]) -> _Found:
+    """What `predict` gives for a row. Raises TableError if a cell is not what the model reads."""
+    try:
+        return predict()
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        cells = ", ".join(f"{name}={value}" for name, value in row.items() if name not in ("source", "seen"))
+        raise TableError(f"{path}: {type(error).__name__} {error} in the row {cells}") from error
 
 
 def halves(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from autopar.cost_models.model_memory import (
     layer_activation_bytes,
     model_state_bytes,
 )
-from published_tables.comparison import Claim, Row, Table, halves, mean_error, read_rows, worst_error
+from published_tables.comparison import Claim, Row, Table, halves, judged, mean_error, read_rows, worst_error
 from published_tables.transformers import NANOTRON_1B, nanotron_plan
 
 MIB = 2**20
@@ -31,19 +32,21 @@ ZERO_NAMES = {"baseline": "replicated", "Pos": "zero1", "Pos+g": "zero2", "Pos+g
 def compare(folder: Path, *, fitted_half: slice) -> Iterator[Table]:
     """One table for each file that the folder has."""
     if (folder / GRID).is_file():
-        yield _grid(read_rows(folder / GRID), fitted_half)
+        yield _grid(folder / GRID, fitted_half)
     if (folder / MODES).is_file():
         yield _modes(json.loads((folder / MODES).read_text()))
     if (folder / ZERO).is_file():
         yield _zero(json.loads((folder / ZERO).read_text()))
 
 
-def _grid(rows: list[dict[str, str]], fitted_half: slice) -> Table:
-    rows = [row for row in rows if row["peak_alloc_mib"].strip()]
+def _grid(path: Path, fitted_half: slice) -> Table:
+    columns = ("gpus", "dp", "tp", "pp", "microbatch", "global_batch_seqs", "peak_alloc_mib")
+    rows = [row for row in read_rows(path, columns) if row["peak_alloc_mib"].strip()]
     fitted = set(range(len(rows))[fitted_half])
     made = []
     for index, row in enumerate(rows):
-        predicted = first_stage_peak_bytes(NANOTRON_1B, nanotron_plan(row), NANOTRON_SAVED) + ROTARY_TABLES_BYTES
+        plan = judged(path, row, partial(nanotron_plan, row))
+        predicted = first_stage_peak_bytes(NANOTRON_1B, plan, NANOTRON_SAVED) + ROTARY_TABLES_BYTES
         label = " ".join(f"{name}={row[name]}" for name in ("gpus", "dp", "tp", "pp", "microbatch"))
         made.append(Row(label, float(row["peak_alloc_mib"]), predicted / MIB, index in fitted))
     name = "nanotron 1B grid, peak memory"

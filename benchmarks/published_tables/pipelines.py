@@ -9,15 +9,17 @@ last stage hold one block less than the others, so the chunks of a rank are (lay
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from autopar.cost_models.pipeline import StageTimes, bubble_rate, closed_step_seconds
 from autopar.schedules.list_scheduling import ZeroBubbleMemory, zero_bubble
 from autopar.schedules.synchronous import interleaved, one_forward_one_backward
 from autopar.schedules.timing import longest_rank_seconds, simulate_schedule
-from published_tables.comparison import Claim, Row, Table, read_rows
+from published_tables.comparison import Claim, Row, Table, judged, read_rows
 
 FILE = "zero_bubble.csv"
+COLUMNS = ("model", "schedule", "stages_p", "m", "bubble_rate", "T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")
 SCHEDULES = ("1F1B", "1F1B simulated", "1F1B-I", "ZB-H1", "ZB-H2", "ZB-2p")
 
 
@@ -26,13 +28,14 @@ def compare(folder: Path) -> Iterator[Table]:
     if not (folder / FILE).is_file():
         return
     made: dict[str, list[Row]] = {name: [] for name in SCHEDULES}
-    for row in read_rows(folder / FILE):
+    path = folder / FILE
+    for row in read_rows(path, COLUMNS):
         label = f"{row['model']} p={row['stages_p']} m={row['m']} {row['schedule']}"
-        published = float(row["bubble_rate"])
-        if row["schedule"] in made:
-            made[row["schedule"]].append(Row(label, published, _rate(row, row["schedule"])))
-        if row["schedule"] == "1F1B":
-            made["1F1B simulated"].append(Row(label, published, _rate(row, "1F1B simulated")))
+        simulated = ("1F1B simulated",) if row["schedule"] == "1F1B" else ()
+        for name in (row["schedule"], *simulated):
+            if name in made:
+                published, predicted = judged(path, row, partial(_both, row, name))
+                made[name].append(Row(label, published, predicted))
     claims = tuple(
         Claim(f"bubble rate, {name}", "worst difference", _worst_difference(rows), 0.01, len(rows))
         for name, rows in made.items()
@@ -43,6 +46,10 @@ def compare(folder: Path) -> Iterator[Table]:
 
 def _worst_difference(rows: list[Row]) -> float:
     return max(abs(row.predicted - row.measured) for row in rows)
+
+
+def _both(row: dict[str, str], schedule: str) -> tuple[float, float]:
+    return float(row["bubble_rate"]), _rate(row, schedule)
 
 
 def _rate(row: dict[str, str], schedule: str) -> float:
