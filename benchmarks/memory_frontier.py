@@ -6,7 +6,8 @@ All three choose what to recompute on the same joint graph of one device; each c
 peak is that of the emitted program, and its overhead is priced by the same cost model. autopar is given the peak that
 the other reached, as its limit. Models are planned at full size without weights; no step is run.
 
-`--growth`: the largest batch that fits in what the plan of a batch of one third needs, and its overhead.
+`--growth`: whether three times the batch fits in what a batch needs when all is kept, and its overhead: recomputing
+alone, and with values on the host or compressed without loss. `--growth-only`: nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.capture.trace import capture
 from autopar.mesh import Mesh
+from autopar.passes.packings import EXACT
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem
 from autopar.planner.fit import Fit, Fitted
@@ -178,8 +180,7 @@ class Case:
     step_s: float
 
     @classmethod
-    def of(cls, name: str, batch: int | None = None, words: tuple[str, ...] = ()) -> Case:
-        """`words`: the residencies beside keep and recompute that are allowed."""
+    def of(cls, name: str, batch: int | None = None) -> Case:
         make, usual = MODELS[name]
         with torch.device("meta"):
             model, inputs = make(batch or usual)
@@ -188,10 +189,14 @@ class Case:
         mesh = Mesh((1,), hardware="a100-80")
         planned = plan_program(program, mesh, Options(search="ddp", memory_limit_bytes=10**15))
         prices = Prices(mesh)
-        packing = Packing(planned.planning.decisions, prices, words)
+        packing = Packing(planned.planning.decisions, prices, ())
         fit = Fit(planned.planning, planned.choice, prices, planned.plan.step_s, {}, Budget(30), packing)
         step_s = predicted_step_s(planned.planning, planned.choice, prices)
         return cls(name, program, planned.planning, fit, fit.measured(USUAL), step_s)
+
+    def fit_with(self, words: tuple[str, ...]) -> Fit:
+        """The choice of what is recomputed, with residencies beside keep and recompute."""
+        return replace(self.fit, packing=Packing(self.planning.decisions, self.fit.prices, words), budget=Budget(30))
 
     def decisions_of(self, names: set[str]) -> frozenset[int]:
         """The ops of the forward among nodes of the program."""
@@ -278,32 +283,34 @@ def table(rows: list[Row]) -> str:
 def growth(name: str) -> str:
     """Whether three times the batch fits in what the smaller one needs when all is kept, and at what overhead."""
     batch = MODELS[name][1]
-    small, large = Case.of(name, batch), Case.of(name, 3 * batch)
-    limit = small.everything.measured.peak_bytes
-    found, thriftiest = large.fit.under(limit, large.everything)
+    limit = Case.of(name, batch).everything.measured.peak_bytes
+    large = Case.of(name, 3 * batch)
+    cells = [_overhead(replace(large, fit=large.fit_with(words)), limit) for words in ((), EXACT)]
     needs = large.everything.measured.peak_bytes
+    return f"| {name} | {batch} -> {3 * batch} | {limit / 1e9:.3f} | {needs / 1e9:.3f} | {' | '.join(cells)} |"
+
+
+def _overhead(case: Case, limit: int) -> str:
+    found, thriftiest = case.fit.under(limit, case.everything)
     if found is None:
-        least = thriftiest.measured.peak_bytes
-        return (
-            f"| {name} | {batch} -> {3 * batch} | {limit / 1e9:.3f} | {needs / 1e9:.3f} | least {least / 1e9:.3f} GB |"
-        )
-    overhead = found.seconds / large.step_s
-    return f"| {name} | {batch} -> {3 * batch} | {limit / 1e9:.3f} | {needs / 1e9:.3f} | {overhead:.1%} |"
+        return f"least {thriftiest.measured.peak_bytes / 1e9:.3f} GB"
+    return f"{found.seconds / case.step_s:.1%}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--growth-only", action="store_true")
     parser.add_argument("--write-docs", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
-    for name in options.only:
+    for name in options.only if not options.growth_only else ():
         case = Case.of(name)
         for row in rows_of(case):
             rows.append(row)
             print(table([row]).splitlines()[-1], f"{row.seconds:.1f} s", flush=True)
-    grown = [growth(name) for name in options.only] if options.growth else []
+    grown = [growth(name) for name in options.only] if options.growth or options.growth_only else []
     print("\n".join(grown))
     if options.write_docs:
         write_docs(rows, grown)
@@ -312,7 +319,10 @@ def main() -> int:
 
 def write_docs(rows: list[Row], grown: list[str]) -> None:
     """Write the page, with machine and date."""
-    head = "| model | batch | limit, GB | needed with all kept, GB | overhead |\n| --- | --- | --- | --- | --- |"
+    head = (
+        "| model | batch | limit, GB | needed with all kept, GB | recomputing | packing too |\n"
+        "| --- | --- | --- | --- | --- | --- |"
+    )
     text = (
         "# Memory and recomputation\n\nWritten by `benchmarks/memory_frontier.py`: see there for what is compared. "
         f"Torch {torch.__version__}, {platform.machine()}, {date.today()}; prices of the profile `a100-80`.\n\n"

@@ -1,18 +1,23 @@
 """The promise about memory, measured: small models of many kinds, five budgets each, all ranks in this process.
 
-    python benchmarks/memory_promise.py [--only gpt2 vit] [--mesh 2] [--search ilp]
+    python benchmarks/memory_promise.py [--only gpt2 vit] [--mesh 2] [--search ilp] [--hardware cpu] [--write-docs]
 
 For each model: the plan without a limit, the least memory that any plan was found to need, and three limits in between.
 Under each the step is run and compared with the model on one device (`autopar.verify`), and the most bytes alive on any
-rank are measured and divided into what the plan promised: below 1 breaks the promise, above 1.1 is too careful.
+rank are measured and divided into what the plan promised: below 1 breaks the promise, above 1.1 is too careful. With
+`--write-docs` the rows of each model replace its own in docs/memory.md as soon as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,12 @@ from autopar.zoo.models import make
 
 MODELS = ("gpt2", "llama", "mistral", "bert", "t5", "vit", "gpt_neox", "opt", "bloom", "distilbert", "roberta", "mamba")
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
+DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
+BEGIN, END = "<!-- memory_promise: begin -->", "<!-- memory_promise: end -->"
+HEAD = (
+    "| model | budget | limit | promised | measured | promised / measured | overhead | not kept | right |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
 
 
 @dataclass(frozen=True)
@@ -35,19 +46,26 @@ class Kept:
     promised: int
     measured: int
     overhead: float
-    recomputed: int
+    not_kept: str
     is_right: bool
 
     @property
     def is_kept(self) -> bool:
         return self.measured <= self.promised <= min(self.limit, 1.1 * self.measured) and self.is_right
 
+    @property
+    def row(self) -> str:
+        return (
+            f"| {self.model} | {self.budget:.0%} | {self.limit} | {self.promised} | {self.measured} "
+            f"| {self.promised / self.measured:.3f} | {self.overhead:.1%} | {self.not_kept} | {self.is_right} |"
+        )
 
-def promises(name: str, mesh_shape: tuple[int, ...], search: str) -> Iterator[Kept]:
+
+def promises(name: str, mesh_shape: tuple[int, ...], search: str, hardware: str) -> Iterator[Kept]:
     """One per budget, from all that the fastest plan wants to the least that was found."""
     torch.manual_seed(0)
     model, inputs = make(name)
-    mesh = autopar.Mesh(mesh_shape, hardware="cpu")
+    mesh = autopar.Mesh(mesh_shape, hardware=hardware)
     given: dict[str, Any] = {"example_inputs": inputs, "search": search}
     roomy = autopar.make_plan(model, mesh, **given)
     try:
@@ -57,11 +75,28 @@ def promises(name: str, mesh_shape: tuple[int, ...], search: str) -> Iterator[Ke
     for budget in BUDGETS:
         limit = int(least + budget * max(0, roomy.peak_bytes - least))
         plan = autopar.make_plan(model, mesh, memory_limit_bytes=limit, **given)
-        run = autopar.run_virtual(model, mesh, example_inputs=inputs, plan=plan)
         report = autopar.verify(model, mesh, example_inputs=inputs, plan=plan)
-        recomputed = sum(entry.residency == "recompute" for entry in plan.entries)
+        assert report.peak_bytes is not None
+        words = Counter(entry.residency for entry in plan.entries if entry.residency not in ("", "keep"))
+        not_kept = ", ".join(f"{count} {word}" for word, count in sorted(words.items())) or "-"
         overhead = plan.step_s / roomy.step_s - 1
-        yield Kept(name, budget, limit, plan.peak_bytes, max(run.peak_bytes), overhead, recomputed, report.ok)
+        yield Kept(name, budget, limit, plan.peak_bytes, report.peak_bytes, overhead, not_kept, report.ok)
+
+
+def write_docs(fresh: Sequence[Kept], hardware: str) -> None:
+    """Put the rows of a model into the table of the page, in place of its own if there are any."""
+    text = DOCS.read_text(encoding="utf-8")
+    start, _, rest = text.partition(BEGIN)
+    table, _, end = rest.partition(END)
+    rows = [
+        line for line in table.splitlines() if line.startswith("| ") and not line.startswith(f"| {fresh[0].model} |")
+    ]
+    rows = [line for line in rows if not line.startswith(("| model", "| ---"))] + [kept.row for kept in fresh]
+    machine = (
+        f"{platform.machine()}, {platform.system()}, torch {torch.__version__}, {date.today()}, profile {hardware}"
+    )
+    body = f"\n{machine}:\n\n{HEAD}\n" + "\n".join(rows) + "\n\n"
+    DOCS.write_text(start + BEGIN + body + END + end, encoding="utf-8")
 
 
 def main() -> int:
@@ -69,18 +104,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     parser.add_argument("--mesh", type=int, nargs="+", default=[2])
     parser.add_argument("--search", default="ilp")
+    parser.add_argument("--hardware", default="cpu")
+    parser.add_argument("--write-docs", action="store_true")
     options = parser.parse_args()
     broken = 0
-    print("| model | budget | limit | promised | measured | promised / measured | overhead | recomputed | right |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(HEAD)
     for name in options.only:
-        for it in promises(name, tuple(options.mesh), options.search):
+        found: list[Kept] = []
+        for it in promises(name, tuple(options.mesh), options.search, options.hardware):
             broken += not it.is_kept
-            print(
-                f"| {it.model} | {it.budget:.0%} | {it.limit} | {it.promised} | {it.measured} "
-                f"| {it.promised / it.measured:.3f} | {it.overhead:.1%} | {it.recomputed} | {it.is_right} |",
-                flush=True,
-            )
+            found.append(it)
+            print(it.row, flush=True)
+        if options.write_docs:
+            write_docs(found, options.hardware)
     print(f"{broken} promises broken")
     return 1 if broken else 0
 
