@@ -115,8 +115,8 @@ def main() -> int:
             broken += not it.is_kept
             found.append(it)
             print(it.row, flush=True)
-        if options.write_docs:
-            write_docs(found, options.hardware)
+            if options.write_docs:
+                write_docs(found, options.hardware)
     print(f"{broken} promises broken")
     return 1 if broken else 0
 
