@@ -14,7 +14,15 @@ from autopar.cost_models.hardware import profile_names
 from autopar.planner.hand_plans import HAND_PLANS
 from autopar.search.registry import strategy_names
 
-FILES = {"plan", "left", "right", "output", "export_problem", "trace", "base"}  # by destination; Paths are files too
+FILES = {
+    "plan",
+    "left",
+    "right",
+    "output",
+    "export_problem",
+    "trace",
+    "recording",
+}  # by destination; Paths are files too
 NAMES = {
     "search": lambda: (*strategy_names(), *HAND_PLANS),
     "strategy": strategy_names,

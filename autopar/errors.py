@@ -43,6 +43,10 @@ class PlanFormatError(AutoparError):
     """A plan's file or text is not of the plan format."""
 
 
+class RecordingError(AutoparError):
+    """A recorded run cannot be read, or is of another plan."""
+
+
 class RuleError(AutoparError):
     """A sharding rule is malformed, or does not hold for the op it is given for."""
 

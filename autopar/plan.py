@@ -251,7 +251,8 @@ class Plan:
             )
 
     def plot(self, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
-        """A picture of `memory` over time, the `frontier`, the `communication` or the `step`; needs matplotlib.
+        """A picture of `memory` over time, the `frontier`, the `communication` or the `step`; of a pipeline, of its
+        `schedule`; needs matplotlib.
 
         Written as PNG or SVG by the name of the file; without one, the `matplotlib.figure.Figure` is returned.
         """

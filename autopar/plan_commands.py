@@ -13,6 +13,7 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
 from autopar.plan import Plan
+from autopar.recording import Recording
 from autopar.report.explain import explanations_text
 from autopar.report.memory import memory_text
 from autopar.report.page import report_page
@@ -48,6 +49,7 @@ def add_commands(subparsers: Any) -> None:
     )
     report.add_argument("plan")
     report.add_argument("-o", "--output", default="report.html", help="the page (default report.html)")
+    report.add_argument("--recording", metavar="FILE", help="a run of this plan, as recording.save wrote it")
     _add_model(report)
     report.set_defaults(run=run_report)
 
@@ -136,7 +138,7 @@ def run_report(chosen: argparse.Namespace) -> int:
     plan = _loaded(chosen)
     if chosen.model and plan.pipeline is None:
         _ = plan.frontier
-    page = report_page(plan)
+    page = report_page(plan, Recording.load(chosen.recording) if chosen.recording else None)
     try:
         Path(chosen.output).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import PlanFormatError
 
 _FIX = "remove this section: a plan is priced anew when make_plan follows it"
+MAX_BARS = 4000  # of a saved chart of a pipeline
 MAX_POINTS = 1000  # of a saved timeline; the peak is always one of them
 
 
@@ -114,17 +115,34 @@ class MemoryTimeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """What a rank of a pipeline does, and from when to when: one stage's part of one microbatch."""
+
+    kind: str  # forward, backward, backward_input or backward_weight
+    rank: int
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+BAR_KINDS = ("forward", "backward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, slots=True)
 class PlanDetails:
-    """What was measured of the emitted program of one rank."""
+    """What was measured of the emitted program of one rank; of a pipeline, when its stages run, as simulated."""
 
     timeline: MemoryTimeline | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # of `forward` and `backward`
+    chart: tuple[Bar, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists."""
         timeline = None if self.timeline is None else self.timeline.to_json()
         code = {phase: text.splitlines() for phase, text in self.code.items()}
-        return {"timeline": timeline, "code": code}
+        chart = [[bar.kind, bar.rank, bar.stage, bar.microbatch, bar.start_s, bar.end_s] for bar in self.chart]
+        return {"timeline": timeline, "code": code, **({"chart": chart} if chart else {})}
 
 
 def read_costs(data: Any, axes: int, where: str) -> EntryCosts:
@@ -139,7 +157,19 @@ def read_details(data: Any) -> PlanDetails:
     holder = _Holder(data, "details")
     code = {phase: "\n".join(_texts(lines, "details: code")) for phase, lines in holder.dict_("code").items()}
     timeline = None if holder.get("timeline") is None else _timeline(holder.dict_("timeline"))
-    return PlanDetails(timeline, code)
+    chart = tuple(map(_bar, holder.list_("chart"))) if "chart" in holder.data else ()
+    return PlanDetails(timeline, code, chart)
+
+
+def _bar(data: Any) -> Bar:
+    where = "details: chart"
+    if not isinstance(data, list) or len(data) != 6 or data[0] not in BAR_KINDS:
+        raise PlanFormatError(f"{data!r:.60} is no [kind, rank, stage, microbatch, start, end]", where=where, fix=_FIX)
+    rank, stage, microbatch = (int(_number(item, where)) for item in data[1:4])
+    start_s, end_s = (_number(item, where) for item in data[4:])
+    if end_s < start_s:
+        raise PlanFormatError(f"a bar ends {start_s - end_s} s before it starts", where=where, fix=_FIX)
+    return Bar(data[0], rank, stage, microbatch, start_s, end_s)
 
 
 def _timeline(data: dict[str, Any]) -> MemoryTimeline:

@@ -32,8 +32,9 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "mesh": {"cost_models"},
     "sharding": FOUNDATION,  # ops and layouts: never prices
     "capture": FOUNDATION | {"sharding"},  # op calls alone
-    "report": PLAN_PARTS | {"folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
+    "report": PLAN_PARTS | {"recording", "folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
     "plan_details": set(),
+    "recording": set(),
     "plan_entries": {"folding", "sharding", "plan_details"},
     "plan_questions": {"plan_entries"},
     "plan": PLAN_PARTS | {"folding", "mesh", "report", "search", "cost_models", "schedules"},
@@ -65,7 +66,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "runtime": FOUNDATION
     | VIRTUAL
     | {"schedules", "capture", "sharding", "sharding.execution", "mesh", "plan", "passes"}
-    | {"stages"},
+    | {"stages", "recording"},
     "nn": FOUNDATION,
     "optim": FOUNDATION | {"sharding"},  # layouts alone
     "hugging_face": set(),

@@ -10,8 +10,10 @@ from torch import fx
 
 from autopar.capture.program import InputKind, Program
 from autopar.cost_models.hardware import axis_links
+from autopar.cost_models.simulator import Simulation
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
+from autopar.plan_details import MAX_BARS, Bar, PlanDetails
 from autopar.plan_entries import Pipeline
 from autopar.planner.make import MEMORY_FRACTION, Options, Planned, program_hash
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
@@ -83,8 +85,20 @@ def finished(
             schedule.virtual_stages,
             bubble_fraction(simulation),
         ),
+        details=PlanDetails(chart=_chart(simulation)),
     )
     return PlannedPipeline(plan, staged, schedule, planned, rules, axis, rank_peaks)
+
+
+def _chart(simulation: Simulation) -> tuple[Bar, ...]:
+    """What every rank computes, and when; none of a schedule that is too long to be looked at."""
+    bars = []
+    for op, start, end in zip(simulation.ops, simulation.starts_s.tolist(), simulation.ends_s.tolist(), strict=True):
+        if op.kind == "compute":
+            kind, _, place = op.name.partition(" ")
+            stage, _, microbatch = place.partition(".")
+            bars.append(Bar(kind, op.rank, int(stage), int(microbatch), start, end))
+    return tuple(bars) if len(bars) <= MAX_BARS else ()
 
 
 def _stage_plans(

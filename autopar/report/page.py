@@ -7,25 +7,34 @@ from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from autopar.errors import AutoparError
 from autopar.folding import fold_keys
 from autopar.report.figures import bytes_text, mesh_text, peak_text, seconds_text
-from autopar.report.page_parts import SCRIPT, STYLE, data_table, svg_of
+from autopar.report.measured import check_recording
+from autopar.report.page_measured import expert_parts, gantt_parts, measured_parts
+from autopar.report.page_parts import NOT_FOUND, SCRIPT, STYLE, chart, data_table
 from autopar.report.pictures import communication_of, plot_plan
 from autopar.report.text import collectives_text, modules_of, remarks
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, PlanEntry
+    from autopar.recording import Recording
 
 TENSORS = 40
 Section = tuple[str, str, Iterable[str]]  # name, title, parts
-NOT_FOUND = "not in this file: "
 
 
-def report_page(plan: Plan) -> str:
-    """The page. Charts need matplotlib; what the plan does not know is said. Of a pipeline, stage by stage."""
-    sections = _sections(plan) if plan.pipeline is None else _stage_sections(plan)
+def report_page(plan: Plan, recording: Recording | None = None) -> str:
+    """The page. Charts need matplotlib; what the plan does not know is said. Of a pipeline, stage by stage.
+
+    `recording`: of a run of this very plan, set beside what was predicted. Raises RecordingError for another's.
+    """
+    if recording is not None:
+        check_recording(plan, recording)
+    sections = _sections(plan) if plan.pipeline is None else _stage_sections(plan, recording)
+    sections[1:1] = [("measured", "Measured", measured_parts(plan, recording))]
+    if recording is not None and recording.expert_load:
+        sections[2:2] = [("experts", "Load of the experts", expert_parts(recording))]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
     body = "".join(
         f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>' for name, title, parts in sections
@@ -53,12 +62,13 @@ def _sections(plan: Plan) -> list[Section]:
     ]
 
 
-def _stage_sections(plan: Plan) -> list[Section]:
+def _stage_sections(plan: Plan, recording: Recording | None) -> list[Section]:
     """The stages, then what each decides for one microbatch."""
     parts = [(stage.number, stage.plan) for stage in plan.stages]
     return [
         ("summary", "Summary", _summary(plan)),
-        ("stages", "Stages", [f"<pre>{escape(str(plan))}</pre>"]),
+        ("schedule", "Schedule", gantt_parts(plan, recording)),
+        ("stages", "Stages", _stages(plan)),
         ("communication", "Communication of one microbatch", _communication(plan)),
         *((f"stage{number}", f"Stage {number}", chain(_modules(own), _decisions(own))) for number, own in parts),
     ]
@@ -106,12 +116,22 @@ def _modules(plan: Plan) -> Iterator[str]:
     yield data_table("modules", columns, rows, search="search modules")
 
 
+def _stages(plan: Plan) -> Iterator[str]:
+    rows: list[Sequence[object]] = []
+    for stage in plan.stages:
+        backward = stage.backward_input_s + stage.backward_weight_s
+        held, sent, peak = stage.activation_bytes, stage.sent_bytes, stage.plan.peak_bytes
+        rows.append(
+            (stage.number, stage.rank, stage.starts or "the first op", (stage.forward_s, seconds_text(stage.forward_s)),
+             (backward, seconds_text(backward)), stage.in_flight, (held, bytes_text(held)), (sent, bytes_text(sent)),
+             (peak, bytes_text(peak)))
+        )  # fmt: skip
+    columns = ("stage", "rank", "begins at", "forward", "backward", "in flight", "saved each", "sent", "one microbatch")
+    yield data_table("stages", columns, rows)
+
+
 def _chart(plan: Plan, kind: str, label: str) -> str:
-    try:
-        figure = plot_plan(plan, kind)
-    except AutoparError as error:
-        return f'<p class="missing">{escape(error.what)}; {escape(error.fix)}</p>'
-    return f'<figure role="img" aria-label="{escape(label)}">{svg_of(figure, kind)}</figure>'
+    return chart(kind, label, lambda: plot_plan(plan, kind))
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from autopar.errors import AutoparError
+
+NOT_FOUND = "not in this file: "
 _ID = re.compile(r'(\bid="|href="#|url\(#)([^")]+)')
 
 
@@ -21,6 +24,15 @@ def svg_of(figure: Any, prefix: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :].replace("#000000", "currentColor").replace("#262626", "currentColor")
     return _ID.sub(lambda match: f"{match[1]}{prefix}-{match[2]}", text)
+
+
+def chart(name: str, label: str, draw: Callable[[], Any]) -> str:
+    """A figure with a text for those who do not see it; why there is none, where it cannot be drawn."""
+    try:
+        figure = draw()
+    except AutoparError as error:
+        return f'<p class="missing">{escape(error.what)}; {escape(error.fix)}</p>'
+    return f'<figure role="img" aria-label="{escape(label)}">{svg_of(figure, name)}</figure>'
 
 
 def data_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, search: str = "") -> str:

@@ -10,6 +10,7 @@ from autopar.errors import PlanError
 from autopar.plots import new_figure
 from autopar.report.figures import bytes_text
 from autopar.report.frontier import draw_frontier
+from autopar.report.gantt import draw_gantt, planned_bars
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -138,4 +139,15 @@ def _extend(spans: list[tuple[float, float]], start: float, end: float, gap: flo
         spans.append((start, end))
 
 
-PICTURES = {"step": _step, "memory": _memory, "frontier": _frontier, "communication": _communication}
+def _schedule(plan: Plan) -> Any:
+    bars = planned_bars(plan)
+    return draw_gantt(bars, plan.pipeline.schedule if plan.pipeline is not None else "")
+
+
+PICTURES = {
+    "schedule": _schedule,
+    "step": _step,
+    "memory": _memory,
+    "frontier": _frontier,
+    "communication": _communication,
+}

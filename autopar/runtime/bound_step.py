@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +21,13 @@ from autopar.runtime.step import CompiledStep, geometry_of
 from autopar.sharding.layout import Layout
 
 USER_OUTPUTS = (OutputKind.LOSS, OutputKind.OUTPUT)
+RunGraph = Callable[[Any, list[Tensor], str], Sequence[Tensor]]  # a boxed graph, its inputs, `forward` or `backward`
+
+
+def plainly(graph: Any, values: list[Tensor], _phase: str) -> Sequence[Tensor]:
+    """Call a boxed graph, which empties `values`."""
+    outputs: Sequence[Tensor] = graph(values)
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -122,23 +130,24 @@ class BoundStep:
         """The same step, once experts were moved for the first time."""
         return BoundStep(self.step, self.mesh, slots)
 
-    def run_forward(self, values: Mapping[str, Tensor]) -> Results:
+    def run_forward(self, values: Mapping[str, Tensor], run: RunGraph = plainly) -> Results:
         """Run the forward graph on local values by placeholder."""
         with torch.autocast(self.mesh.device_type, enabled=False):
-            results = list(self.step.local.forward([values[node] for node in self._forward_nodes]))
+            results = list(run(self.step.local.forward, [values[node] for node in self._forward_nodes], "forward"))
         sizes = (len(self.outputs), len(self.buffers), len(self.expert_counts))
         users, buffers, counts = accumulate(sizes)
         return Results(results[:users], results[users:buffers], results[buffers:counts], results[counts:])
 
-    def run_backward(self, saved: list[Tensor], tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    def run_backward(
+        self, saved: list[Tensor], tangents: Mapping[str, Tensor], run: RunGraph = plainly
+    ) -> Sequence[Tensor]:
         """Run the backward graph; `saved` is emptied, so that each tensor dies at its last use."""
         backward = self.step.local.backward
         assert backward is not None
         saved.reverse()
         values = [tangents[node] if node in self.tangent_nodes else saved.pop() for node in self._backward_nodes]
         with torch.autocast(self.mesh.device_type, enabled=False):
-            gradients: Sequence[Tensor] = backward(values)
-        return gradients
+            return run(backward, values, "backward")
 
 
 def _renumbered(step: CompiledStep, slots: Mapping[str, Tensor]) -> CompiledStep:

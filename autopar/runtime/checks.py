@@ -116,9 +116,9 @@ class RankGroup:
                 raise RankFailedError(f"rank {rank} failed with {failure}")
         return cast(T, result)
 
-    def gather(self, number: int) -> list[int]:
-        """The numbers of all ranks, in the order of the ranks."""
-        return [number] if self.size == 1 else self._gather(number)
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in the order of their numbers, on every rank."""
+        return [value] if self.size == 1 else self._gather(value)
 
     def _gather(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

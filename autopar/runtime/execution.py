@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.program import InputKind, LeafIndex, OutputKind
 from autopar.capture.trace import input_gradient
 from autopar.errors import NotDifferentiableError
-from autopar.runtime.bound_step import BoundStep, Slot
+from autopar.runtime.bound_step import BoundStep, RunGraph, Slot, plainly
 from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.inputs import rank_part
 from autopar.runtime.parameters import as_dtensor, full_value, in_layout, lay_out_anew, layout_of
@@ -48,6 +48,7 @@ class Call:
     seed: int
     reduction: Reduction
     counter: ExpertCounter
+    run: RunGraph = plainly
 
     @property
     def differentiated(self) -> list[Tensor]:
@@ -85,7 +86,7 @@ def run_call(call: Call) -> Any:
 
 def _forward(call: Call) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """(the user's outputs, tensors saved for the backward); mutated buffers have their new values."""
-    results = call.step.run_forward(call.local_values())
+    results = call.step.run_forward(call.local_values(), call.run)
     call.counter.add(call.step.expert_counts, results.counts)
     saved = _write_buffers(call, results.buffers, results.saved)
     outputs = []
@@ -137,7 +138,7 @@ class _Step(torch.autograd.Function):
         tangents = _tangents(call.step, arrived)
         if all(tangent is None for tangent in arrived):
             return None, *(None for _ in call.step.gradients)
-        gradients = call.step.run_backward(saved, tangents)
+        gradients = call.step.run_backward(saved, tangents, call.run)
         if call.reduction is Reduction.AT_END:
             after_backward(lambda: reduce_gradients(call.state.parameters))
         return None, *_delivered(call, gradients, [item for item in arrived if item is not None])

@@ -24,7 +24,8 @@ from autopar.errors import (
     UninitializedError,
     UnsupportedOptionError,
 )
-from autopar.runtime.bound_step import BoundStep
+from autopar.recording import Recording
+from autopar.runtime.bound_step import BoundStep, RunGraph, plainly
 from autopar.runtime.checks import LARGEST, RankGroup
 from autopar.runtime.execution import Call, Reduction, State, has_pending_gradients, run_call
 from autopar.runtime.experts.load import ExpertCounter, ExpertLoad
@@ -41,6 +42,7 @@ from autopar.runtime.parameters import (
     layout_of,
     replicated_buffer,
 )
+from autopar.runtime.recorder import Recorder
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
 from autopar.sharding.layout import Layout
@@ -209,13 +211,57 @@ class ParallelModule(Container):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step_for(args, kwargs)
         self._check_initialized()
+        run = self._recorded_run()
         seed = self.next_seed
         self._session.calls += 1
         state = State(self._parameters_by_name(), dict(self.named_buffers()))
         reduction = self._reduction(state)
         if reduction is not Reduction.NOW and step.gradients:
             step = step.deferred
-        return run_call(Call(step, state, self._call_tensors(args, kwargs), seed, reduction, self._steps.counter))
+        return run_call(Call(step, state, self._call_tensors(args, kwargs), seed, reduction, self._steps.counter, run))
+
+    def _recorded_run(self) -> RunGraph:
+        """How graphs are run: another step begins, if a recorder is on."""
+        recorder = self._session.recorder
+        if recorder is None:
+            return plainly
+        recorder.begin_step()
+        return recorder.run
+
+    @contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Time what runs in here, on every rank at once: `.recording` of what this gives, when the block has ended.
+
+        Every second step runs op by op, somewhat slower; the others, as always, tell how long a step takes. Of a
+        pipeline each action is timed, in every step. Results stay the same. Experts' loads are those of the block.
+        """
+        session = self._session
+        recorder = Recorder(session.mesh, session.ranks.rank)
+        self.reset_expert_load()
+        session.recorder = recorder
+        try:
+            yield recorder
+            recorder.end_step()
+        finally:
+            session.recorder = None
+        recorder.made = self._made_recording(recorder)
+
+    def _made_recording(self, recorder: Recorder) -> Recording:
+        session, load = self._session, self._recorded_load()
+        device = session.mesh.device_type
+        every = session.ranks.gather(tuple(recorder.spans))
+        return Recording(
+            plan_hash=self.plan.hash,
+            mesh_shape=tuple(session.mesh.shape),
+            device=device if device == "cpu" else torch.get_device_module(device).get_device_name(),
+            step_s=session.ranks.gather(tuple(recorder.step_s))[0],
+            spans=tuple(span for own in every for span in own),
+            expert_load={layer: tuple(count.tolist()) for layer, count in load.counts.items()} if load else {},
+            group_load={layer: tuple(count.tolist()) for layer, count in load.device_load.items()} if load else {},
+        )
+
+    def _recorded_load(self) -> ExpertLoad | None:
+        return self.expert_load
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

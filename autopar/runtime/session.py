@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.recorder import Recorder
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Session:
     empty: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # tensors without values, their writes so far
     seed: int = 0  # of the first rank's generator, when last looked at
     calls: int = 0  # since that seed was set
+    recorder: Recorder | None = None  # while a run is recorded
 
     def check_call(self, key: str) -> None:
         """Compare a key over all ranks, and take the first rank's seed: calls count from a new one."""

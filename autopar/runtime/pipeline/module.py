@@ -186,6 +186,9 @@ class PipelineModule(ParallelModule):
             fix="use a mesh without a pipeline axis, or place the experts before training",
         )
 
+    def _recorded_load(self) -> None:
+        return None
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is left to do: the parameters lie as planned from the start."""
 
@@ -242,7 +245,13 @@ class PipelineModule(ParallelModule):
         self, bound: BoundPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, update: Update | None
     ) -> Worker:
         tensors = self._call_tensors(args, kwargs)
-        return bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
+        recorder = self._session.recorder
+        if recorder is not None:
+            recorder.begin_step()
+        worker = bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
+        if recorder is not None:
+            worker.timed = recorder.action
+        return worker
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         schedule = self._first.step.schedule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,6 +31,11 @@ class Batch:
     seed: Tensor
 
 
+def untimed(_kind: str, _stage: int, _microbatch: int) -> AbstractContextManager[None]:
+    """No clock is read."""
+    return nullcontext()
+
+
 @dataclass
 class Worker:
     """Runs the actions of pipeline rank `rank`. `stages`: by number and variant, those that the rank has."""
@@ -49,6 +55,7 @@ class Worker:
     saved: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)
     kept: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)  # for the weights' gradients
     added: dict[int, int] = field(default_factory=dict)  # microbatches in each stage's gradients
+    timed: Callable[[str, int, int], AbstractContextManager[None]] = untimed  # around what computes
 
     def run(self, actions: Iterable[Action]) -> Iterator[None]:
         """Follow the actions; yields where a message must be sent by another worker of this process first."""
@@ -60,15 +67,18 @@ class Worker:
         match action.kind:
             case "forward":
                 yield from self._take(stage, item, "activation")
-                self._forward(stage, item)
+                with self.timed(action.kind, stage, item):
+                    self._forward(stage, item)
                 self.weights.ran(stage)
             case "backward" | "backward_input":
                 yield from self._take(stage, item, "gradient")
-                self._backward(stage, item, whole=action.kind == "backward")
+                with self.timed(action.kind, stage, item):
+                    self._backward(stage, item, whole=action.kind == "backward")
                 self.weights.ran(stage)
                 self._count(action)
             case "backward_weight":
-                self._backward_weight(stage, item)
+                with self.timed(action.kind, stage, item):
+                    self._backward_weight(stage, item)
                 self.weights.ran(stage)
                 self._count(action)
             case "send_activation" | "send_gradient":

@@ -18,7 +18,7 @@ from autopar.report.page import report_page
 from autopar.report.pictures import communication_of
 
 VOID = {"meta", "link", "input", "br"}
-SECTIONS = {"summary", "modules", "memory", "communication", "step", "frontier", "decisions", "code"}
+SECTIONS = {"summary", "measured", "modules", "memory", "communication", "step", "frontier", "decisions", "code"}
 CHARTS = {"memory", "communication", "step", "frontier"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

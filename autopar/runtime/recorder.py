@@ -1,0 +1,113 @@
+"""Times a run: whole steps, and every second one op by op; a pipeline's actions in every step.
+
+Clocks of ranks are laid together where they have just agreed on a call: each step counts from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import NotPlannedError
+from autopar.passes.collectives import is_collective, is_wait
+from autopar.recording import COLLECTIVE, COMPUTE, WAIT, Recording, Span
+
+
+class Recorder:
+    """What `ParallelModule.record` gives; `recording` is there once its `with` block has ended."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+        self.spans: list[Span] = []
+        self.step_s: list[float | None] = []
+        self.made: Recording | None = None
+        self._began = 0.0
+        self._whole = True  # of the step that runs: not op by op
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded on all ranks."""
+        if self.made is None:
+            raise NotPlannedError("the recording is not complete", fix="ask for it after the `with` block")
+        return self.made
+
+    def begin_step(self) -> None:
+        """A call begins: the step before it is over."""
+        self.end_step()
+        self.step_s.append(0.0)
+        self._whole = len(self.step_s) % 2 == 1
+        self._began = self.now()
+
+    def end_step(self) -> None:
+        """The last step is over: note how long it took, if it was not slowed by being looked at."""
+        if self.step_s:
+            self.step_s[-1] = self.now() - self._began if self._whole else None
+
+    def run(self, graph: Any, values: list[Tensor], phase: str) -> Sequence[Tensor]:
+        """The outputs of a boxed graph; op by op in every second step."""
+        if self._whole or not isinstance(graph, fx.GraphModule):
+            outputs: Sequence[Tensor] = graph(values)
+            return outputs
+        return _OpByOp(graph, self, phase).on(values)
+
+    @contextmanager
+    def action(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
+        """One action of a pipeline; such steps are never run op by op, so their times count."""
+        self._whole = True
+        start = self.now()
+        yield
+        phase = "forward" if kind == "forward" else "backward"
+        self._note(kind, kind, start, self.now(), phase=phase, stage=stage, microbatch=microbatch)
+
+    def note_node(self, node: fx.Node, kind: str, start: float, end: float, phase: str) -> None:
+        """One op of a graph."""
+        self._note(node.name, kind, start, end, module=node.meta.get("module", ""), phase=phase)
+
+    def _note(self, name: str, kind: str, start: float, end: float, **more: Any) -> None:
+        step, began = len(self.step_s) - 1, self._began
+        self.spans.append(Span(name, kind, start - began, end - began, self.rank, step, **more))
+
+    def now(self) -> float:
+        """Seconds, when all that was asked of the device is done."""
+        if self.mesh.device_type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class _OpByOp(fx.Interpreter):
+    """Runs a graph node by node and notes each."""
+
+    def __init__(self, graph: fx.GraphModule, recorder: Recorder, phase: str) -> None:
+        super().__init__(graph, garbage_collect_values=True)
+        self.recorder, self.phase = recorder, phase
+        self.issued: dict[fx.Node, float] = {}
+
+    def on(self, values: list[Tensor]) -> Sequence[Tensor]:
+        """The outputs; `values` is emptied, so that each tensor dies at its last use."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        given = dict(zip(placeholders, values, strict=True))
+        values.clear()
+        outputs: Sequence[Tensor] = self.run(initial_env=given, enable_io_processing=False)
+        return outputs
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op == "output":
+            return super().run_node(node)
+        recorder, start = self.recorder, self.recorder.now()
+        value = super().run_node(node)
+        if is_collective(node):
+            self.issued[node] = start
+            return value
+        end = recorder.now()
+        if is_wait(node):
+            for source in node.all_input_nodes:
+                if source in self.issued:
+                    recorder.note_node(source, COLLECTIVE, self.issued[source], end, self.phase)
+        recorder.note_node(node, WAIT if is_wait(node) else COMPUTE, start, end, self.phase)
+        return value

@@ -1,0 +1,203 @@
+"""Recorded runs: the same numbers as unrecorded ones, times of every module and action, loads of experts; reports."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.errors import RecordingError
+from autopar.nn import Experts, MixtureOfExperts, TopKGate
+from autopar.recording import Recording
+from autopar.report.gantt import bubble_of, measured_bars, planned_bars
+from autopar.report.measured import by_module, measured_text, totals
+from autopar.report.page import report_page
+from tests.gloo import run_on_ranks
+
+STEPS, WIDTH = 4, 16
+
+
+class Mixed(nn.Module):
+    """Two layers of experts, and a loss; `forward(x)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            MixtureOfExperts(TopKGate(WIDTH, 4), Experts(4, WIDTH, 2 * WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            moved, auxiliary = layer(x)
+            x = x + moved + auxiliary
+        return x.square().mean()
+
+
+class Deep(nn.Module):
+    """Four linear layers, and a loss; `forward(x)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def losses_of(pmodel: autopar.ParallelModule) -> list[float]:
+    optimizer = torch.optim.SGD(pmodel.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = pmodel(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run(kinds: list[str], folder: str) -> dict[str, tuple[list[float], list[float]]]:
+    """On each rank: losses without and with a recorder; plans and recordings are saved by the first."""
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for kind in kinds:
+        options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "1f1b"} if kind == "pipeline" else {}
+        options |= {"constraints": {"*/autopar.experts*": "A"}} if kind == "experts" else {"search": "ddp"}
+        pmodels = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = Mixed() if kind == "experts" else Deep()
+            made = autopar.compile(model, mesh, example_inputs=torch.ones(8, WIDTH), hardware="cpu", **options)
+            pmodels.append(made)
+        plain = losses_of(pmodels[0])
+        with pmodels[1].record() as recorder:
+            recorded = losses_of(pmodels[1])
+        found[kind] = plain, recorded
+        if torch.distributed.get_rank() == 0:
+            pmodels[1].plan.save(f"{folder}/{kind}-plan.json")  # type: ignore[attr-defined]
+            recorder.recording.save(f"{folder}/{kind}.json")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("recorded")
+    for found in run_on_ranks(run, 2, ["data", "experts", "pipeline"], str(where)):
+        for plain, recorded in found.values():
+            assert plain == recorded
+    return where
+
+
+def loaded(folder: Path, kind: str) -> tuple[autopar.Plan, Recording]:
+    return autopar.Plan.load(folder / f"{kind}-plan.json"), Recording.load(folder / f"{kind}.json")
+
+
+def test_every_second_step_runs_op_by_op_and_the_others_tell_the_time_of_a_step(folder: Path) -> None:
+    _, recording = loaded(folder, "data")
+    assert [seconds is None for seconds in recording.step_s] == [False, True, False, True]
+    assert recording.timed_steps == (1, 3)
+    assert recording.typical_s > 0
+    assert {span.rank for span in recording.spans} == {0, 1}
+    assert {span.phase for span in recording.spans} == {"forward", "backward"}
+    for span in recording.spans:
+        assert 0 <= span.start_s <= span.end_s
+
+
+def test_collectives_are_measured_from_their_issue_to_the_end_of_their_wait(folder: Path) -> None:
+    _, recording = loaded(folder, "data")
+    of_step = [span for span in recording.of_last_step() if span.rank == 0]
+    waits = [span for span in of_step if span.kind == "wait"]
+    collectives = [span for span in of_step if span.kind == "collective"]
+    assert len(waits) == len(collectives) > 0
+    ends = {span.end_s for span in waits}
+    assert all(span.end_s in ends and span.seconds > 0 for span in collectives)
+
+
+def test_modules_have_their_measured_time_beside_the_predicted_one(folder: Path) -> None:
+    plan, recording = loaded(folder, "data")
+    lines = {line.name: line for line in by_module(plan, recording)}
+    assert "layers.[1-3]" in lines and lines["layers.[1-3]"].copies == 3, list(lines)
+    own = recording.by_module()
+    assert sum(line.measured_s for line in lines.values()) == pytest.approx(
+        sum(sum(kinds.values()) for kinds in own.values())
+    )
+    text = measured_text(plan, recording)
+    assert "layers.[1-3]  x3" in text and "4 steps recorded on cpu" in text
+    assert totals(plan, recording)[0].predicted_s == plan.step_s
+
+
+def test_a_pipelines_actions_are_measured_in_every_step_and_drawn_beside_the_simulated_ones(folder: Path) -> None:
+    plan, recording = loaded(folder, "pipeline")
+    assert None not in recording.step_s and recording.timed_steps == (0, 1, 2, 3)
+    foreseen, measured = planned_bars(plan), measured_bars(recording)
+    names = [sorted((bar.kind, bar.rank, bar.stage, bar.microbatch) for bar in bars) for bars in (foreseen, measured)]
+    assert names[0] == names[1] and len(names[0]) == 16
+    assert plan.pipeline is not None
+    assert bubble_of(foreseen) == pytest.approx(plan.pipeline.bubble, abs=1e-6)
+    order = {(bar.kind, bar.rank, bar.microbatch): bar for bar in measured}
+    for item in range(4):  # the clocks of two ranks are one: nothing is received before it is computed
+        assert order["forward", 0, item].end_s <= order["forward", 1, item].end_s
+        assert order["backward", 1, item].start_s <= order["backward", 0, item].start_s
+    page = report_page(plan, recording)
+    assert "what each rank computes over time, predicted" in page and "measured: bubble" in page
+
+
+def test_loads_of_experts_are_those_of_the_recorded_steps(folder: Path) -> None:
+    plan, recording = loaded(folder, "experts")
+    assert list(recording.expert_load) == ["layers.0", "layers.1"] or len(recording.expert_load) == 2
+    for layer, load in recording.expert_load.items():
+        assert sum(load) == STEPS * 8 * 2  # tokens by step, each with two experts
+        assert len(recording.group_load[layer]) == 2
+        assert sum(recording.group_load[layer]) == sum(load)
+    assert "Load of the experts" in report_page(plan, recording)
+
+
+def test_a_recording_of_another_plan_is_refused(folder: Path) -> None:
+    plan, _ = loaded(folder, "data")
+    _, other = loaded(folder, "pipeline")
+    with pytest.raises(RecordingError, match="this is plan"):
+        report_page(plan, other)
+
+
+def test_the_trace_has_every_span_on_its_rank(folder: Path, tmp_path: Path) -> None:
+    _, recording = loaded(folder, "pipeline")
+    events = [event for event in recording.chrome_trace()["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(recording.spans)
+    assert events[0]["name"] == "forward 0.0"
+    for rank in (0, 1):  # steps follow one another
+        own = [(event["args"]["step"], event["ts"]) for event in events if event["pid"] == rank]
+        assert own == sorted(own)
+
+
+@cache
+def sample() -> Recording:
+    return Recording("abc", (2,), "cpu", (0.1, None), (), {"moe": (3, 5)}, {"moe": (3, 5)})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"autopar recording"', '"something else"'),
+        ("[0.1, null]", "[true, null]"),
+        ("[0.1, null]", "[1e999, null]"),
+        ("[3, 5]", "[3, -5]"),
+        ('"group_load"', '"group_lead"'),
+        ('"spans": []', '"spans": [["a", "b"]]'),
+        ('"spans": []', '"spans": [["a", "nap", 0, 1, 0, 0, "", "", -1, -1]]'),
+        ("{", "["),
+        ('"cpu"', "7"),
+    ],
+)
+def test_a_broken_recording_is_refused(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "run.json"
+    sample().save(path)
+    assert Recording.load(path) == sample()
+    path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(RecordingError, match="not a readable recording"):
+        Recording.load(path)
