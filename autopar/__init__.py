@@ -12,6 +12,7 @@ from autopar.api import compile, make_plan, run_virtual, verify
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner.constraints import Constraint
+from autopar.recording import Recording
 from autopar.runtime.clip import clip_grad_norm_
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.virtual_run import VirtualRun
@@ -25,6 +26,7 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Plan",
+    "Recording",
     "Report",
     "VirtualRun",
     "__version__",

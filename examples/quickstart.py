@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -109,11 +110,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()
     alone = train(make_model(), chosen.steps, "1 process", console)

@@ -8,6 +8,7 @@ Without arguments it makes a small problem of its own: a chain of operators, eac
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def chain(operators: int, seed: int) -> Problem:
     )
 
 
-def main(paths: list[str]) -> None:
+def main(paths: Sequence[str] = ()) -> None:
     """Rank the new strategy on the given problems."""
     problems = [(Path(path).name, Problem.load(path)) for path in paths] or [("chain", chain(40, seed=0))]
     names = ("ilp", "dp", "greedy", "beam", "local", "best-of-greedy")

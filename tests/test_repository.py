@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar import errors
+from docs import make_api
 from tests.source_tree import ROOT, text_files
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def command_under(heading: str) -> str:
@@ -50,9 +54,21 @@ def test_ci_is_a_strict_shell_script() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_relative_link_of_a_document_leads_somewhere(document: Path) -> None:
-    links = [link for link in LINK.findall(document.read_text()) if not link.startswith(("http:", "https:", "mailto:"))]
-    assert not [link for link in links if not (document.parent / link).exists()]
+def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading(document: Path) -> None:
+    wrong = []
+    for path, anchor in LINK.findall(FENCED.sub("", document.read_text())):
+        target = document.parent / path if path else document
+        if path.startswith(("http:", "https:", "mailto:")):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(f"{path}#{anchor}")
+    assert not wrong
+
+
+def anchors(document: Path) -> set[str]:
+    """The headings of a document as GitHub names them."""
+    headings = HEADING.findall(FENCED.sub("", document.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_index_of_the_docs_names_every_document() -> None:
@@ -61,11 +77,20 @@ def test_the_index_of_the_docs_names_every_document() -> None:
     assert not [path.name for path in others if f"({path.relative_to(ROOT / 'docs')})" not in index]
 
 
+def test_the_api_reference_is_that_of_the_docstrings() -> None:
+    assert (ROOT / "docs/api.md").read_text() == make_api.page(), "run python -m docs.make_api"
+
+
 @pytest.mark.parametrize("name", autopar.__all__)
 def test_every_public_name_is_documented(name: str) -> None:
-    assert f"`{name}`" in (ROOT / "docs/api.md").read_text() or f"autopar.{name}" in (ROOT / "docs/api.md").read_text()
+    assert f"`autopar.{name}`" in (ROOT / "docs/api.md").read_text()
     value = getattr(autopar, name)
     assert isinstance(value, str) or (value.__doc__ or "").strip(), f"autopar.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", [name for name, it in vars(errors).items() if isinstance(it, type)])
+def test_every_error_is_in_the_page_on_troubleshooting(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs/troubleshooting.md").read_text().replace("autopar.errors.", "")
 
 
 def test_the_changelog_has_a_section_for_this_version() -> None:

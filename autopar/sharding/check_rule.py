@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError, RuleError
 from autopar.sharding.execution import call_in, can_run, run_sharded, trace_op, worst_error
 from autopar.sharding.layout import format_placement
+from autopar.sharding.op_call import op_name
 from autopar.sharding.registry import USER_RULES, UserRules, resolve_op, rules_of
 from autopar.sharding.rule import Rule
 from autopar.sharding.strategies import Strategy
@@ -30,7 +31,7 @@ def check_rule(
     ['R -> R', 'S0 -> S0', 'S1 -> S1']
     """
     target = resolve_op(op)
-    gm = trace_op(target, sample_args, kwargs)
+    gm = _traced(target, sample_args, kwargs)
     call = call_in(gm)
     tensors = [leaf for leaf in pytree.tree_leaves((sample_args, kwargs)) if isinstance(leaf, torch.Tensor)]
     expected = as_outputs(target(*sample_args, **kwargs))
@@ -43,6 +44,17 @@ def check_rule(
     for rule in rules:
         _check(gm, rule, ranks, tensors, expected)
     return tuple(rules)
+
+
+def _traced(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """The graph of the call. Raises RuleError where the op does not say what shapes it gives."""
+    try:
+        return trace_op(target, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuleError(
+            f"{op_name(target)} does not run on fake tensors: {str(error).strip().partition(chr(10))[0]}",
+            fix="give the op a form for fake tensors, with its register_fake, that tells the shapes of its results",
+        ) from error
 
 
 def as_outputs(value: Any) -> tuple[torch.Tensor | None, ...]:

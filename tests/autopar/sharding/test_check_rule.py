@@ -64,3 +64,15 @@ def test_the_public_names_teach_and_check_an_op() -> None:
 
 def test_built_in_rules_can_be_checked_too() -> None:
     assert len(check_rule(torch.ops.aten.mm, torch.randn(4, 6), torch.randn(6, 8))) == 4
+
+
+@torch.library.custom_op("autopar_test::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    """An op whose author forgot to say what shapes it gives."""
+    return x.clone()
+
+
+def test_an_op_without_a_form_for_fake_tensors_is_refused_with_what_to_do() -> None:
+    with pytest.raises(RuleError, match="does not run on fake tensors") as refusal:
+        check_rule("autopar_test::without_fake", X)
+    assert "register_fake" in str(refusal.value)
