@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from autopar import optim
 from autopar.api import make_plan, verify
@@ -94,6 +95,14 @@ def load_chosen(chosen: argparse.Namespace) -> ModelSource:
         return load_model(chosen.model)
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say on a terminal what takes its time; nothing where nobody looks."""
+    console = Console(stderr=True)
+    with console.status(what) if console.is_terminal else nullcontext():
+        yield
+
+
 def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "search": chosen.search,
@@ -133,9 +142,10 @@ def run_plan(chosen: argparse.Namespace) -> int:
     """Print a plan; save it if asked to."""
     source = load_chosen(chosen)
     mesh = Mesh(chosen.mesh, hardware=chosen.hardware)
-    plan = make_plan(source.model, mesh, example_inputs=source.require_inputs(), **_keywords(chosen))
-    if chosen.frontier:
-        _ = plan.frontier  # before it is saved
+    with working(f"planning {source.name}"):
+        plan = make_plan(source.model, mesh, example_inputs=source.require_inputs(), **_keywords(chosen))
+        if chosen.frontier:
+            _ = plan.frontier  # before it is saved
     if chosen.output:
         plan.save(chosen.output)
     if chosen.export_problem:
@@ -154,14 +164,15 @@ def run_verify(chosen: argparse.Namespace) -> int:
     """Print the worst error, and every tensor if one is wrong; exit code 1 then."""
     source = load_model(chosen.model)
     mesh = Mesh(chosen.mesh, hardware=chosen.hardware)
-    report = verify(
-        source.model,
-        mesh,
-        example_inputs=source.require_inputs(),
-        plan=chosen.plan,
-        tolerance=chosen.tolerance,
-        **_keywords(chosen),
-    )
+    with working(f"planning {source.name} and running its ranks"):
+        report = verify(
+            source.model,
+            mesh,
+            example_inputs=source.require_inputs(),
+            plan=chosen.plan,
+            tolerance=chosen.tolerance,
+            **_keywords(chosen),
+        )
     if chosen.json:
         tensors = {item.name: item.relative_error for item in report.comparisons}
         found = {"ok": report.ok, "worst": report.worst_tensor, "relative_errors": tensors}

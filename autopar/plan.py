@@ -209,7 +209,10 @@ class Plan:
         if self.planning is not None:
             return self.planning.explanations(self, pattern, folded)
         by_key = {entry.key: entry for entry in matched}
-        missing = "alternatives and formulas: they need the model; explain what make_plan(model, mesh, plan=...) gives"
+        missing = (
+            "alternatives and formulas, which need the model: --model in a shell; in Python, explain what "
+            "make_plan(model, mesh, plan=...) gives"
+        )
         return tuple(
             Explanation(name, by_key[members[0]], len(members), missing=missing) for name, members in folded.items()
         )

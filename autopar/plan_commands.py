@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import make_plan
-from autopar.commands import MODEL_HELP, add_meta, add_training, load_chosen, optimizer_named, pins_of
+from autopar.commands import MODEL_HELP, add_meta, add_training, load_chosen, optimizer_named, pins_of, working
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
@@ -82,22 +82,24 @@ def _loaded(chosen: argparse.Namespace) -> Plan:
     source = load_chosen(chosen)
     mesh = Mesh(plan.mesh_shape, plan.axis_names, hardware=chosen.hardware or plan.hardware)
     named = chosen.optimizer or (None if plan.optimizer == "none" else plan.optimizer)
-    return make_plan(
-        source.model,
-        mesh,
-        example_inputs=source.require_inputs(),
-        plan=plan,
-        memory_limit_bytes=plan.memory_limit_bytes,
-        optimizer=optimizer_named(named, sharded=chosen.shard_state),
-        precision=chosen.precision,
-        compress=chosen.compress,
-    )
+    with working(f"pricing the plan for {source.name}"):
+        return make_plan(
+            source.model,
+            mesh,
+            example_inputs=source.require_inputs(),
+            plan=plan,
+            memory_limit_bytes=plan.memory_limit_bytes,
+            optimizer=optimizer_named(named, sharded=chosen.shard_state),
+            precision=chosen.precision,
+            compress=chosen.compress,
+        )
 
 
 def run_explain(chosen: argparse.Namespace) -> int:
     """Print what a plan decided for a name; exit code 1 if nothing matches."""
     plan = _loaded(chosen)
-    found = plan.explanations(chosen.pattern)
+    with working("solving for what else there was"):
+        found = plan.explanations(chosen.pattern)
     text = explanations_text(plan, chosen.pattern, found)
     if chosen.json:
         print(json.dumps({"text": text, "decisions": [item.to_json() for item in found]}))
@@ -114,11 +116,13 @@ def run_what_if(chosen: argparse.Namespace) -> int:
         raise PlanError("nothing is changed", fix="give --pin, --memory-limit, --on, --mesh or --batch")
     plan = _loaded(chosen)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit)
-    changed = plan.what_if(
-        pin=pins_of(chosen.pin), memory_limit_bytes=limit, hardware=chosen.on, mesh=chosen.mesh, batch=chosen.batch
-    )
-    if chosen.output:
-        changed.emitted().save(chosen.output)
+    pins = pins_of(chosen.pin)
+    with working("planning again"):
+        changed = plan.what_if(
+            pin=pins, memory_limit_bytes=limit, hardware=chosen.on, mesh=chosen.mesh, batch=chosen.batch
+        )
+        if chosen.output:
+            changed.emitted().save(chosen.output)
     difference = plan.diff(changed)
     print(
         json.dumps({"plan": changed.to_json(), "difference": difference}) if chosen.json else f"{changed}\n{difference}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,7 @@ def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "autopar"])
     with tempfile.TemporaryDirectory() as folder:
-        results = context.SimpleQueue()
-        given = [(rank, ranks, f"{folder}/store", results, function, args) for rank in range(ranks)]
+        given = [(rank, ranks, Path(folder), function, args) for rank in range(ranks)]
         processes = [context.Process(target=_run, args=items, daemon=True) for items in given]
         for process in processes:
             process.start()
@@ -33,16 +33,16 @@ def launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
             process.join()
         if any(process.exitcode for process in processes):
             raise SystemExit("a rank failed: its traceback is above")
-        return results.get()
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _run(rank: int, ranks: int, store: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(rank: int, ranks: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     result = function(*args)
     if rank == 0:
-        results.put(result)
+        (folder / "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

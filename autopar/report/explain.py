@@ -25,7 +25,18 @@ def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...]) 
         own = plan if stage is None else plan.stages[stage].plan
         lines += [] if stage is None else [f"stage {stage}, one microbatch:"]
         lines += [line for item in items for line in _paragraph(own, item)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_missing(found)])
+
+
+def _missing(found: tuple[Explanation, ...]) -> Iterator[str]:
+    """What could not be told, and of which decisions if not of all."""
+    by_reason: dict[str, list[str]] = {}
+    for item in found:
+        if item.missing:
+            by_reason.setdefault(item.missing, []).append(item.name)
+    for reason, names in by_reason.items():
+        several = "" if len(names) == len(found) else f" of {', '.join(names)}"
+        yield f"not told{several}: {reason}"
 
 
 def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
@@ -54,8 +65,6 @@ def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
         yield f"    allowed too, not solved for: {' '.join(item.unsolved)}"
     yield from _ruled_out(item)
     yield from _formulas(item)
-    if item.missing:
-        yield f"  not told: {item.missing}"
 
 
 def _alternative(item: Alternative) -> str:

@@ -32,7 +32,8 @@ def report_page(plan: Plan, recording: Recording | None = None) -> str:
     if recording is not None:
         check_recording(plan, recording)
     sections = _sections(plan) if plan.pipeline is None else _stage_sections(plan, recording)
-    sections[1:1] = [("measured", "Measured", measured_parts(plan, recording))]
+    at = 1 if recording is not None else len(sections)
+    sections[at:at] = [("measured", "Measured", measured_parts(plan, recording))]
     if recording is not None and recording.expert_load:
         sections[2:2] = [("experts", "Load of the experts", expert_parts(recording))]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
@@ -117,6 +118,11 @@ def _modules(plan: Plan) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
+    assert plan.pipeline is not None
+    yield (
+        f"<p>{len(plan.stages)} stages along {escape(plan.axis_names[plan.pipeline.axis])}, "
+        f"{plan.pipeline.microbatches} microbatches.</p>"
+    )
     rows: list[Sequence[object]] = []
     for stage in plan.stages:
         backward = stage.backward_input_s + stage.backward_weight_s
