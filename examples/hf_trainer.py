@@ -67,7 +67,9 @@ def run(ranks: int, steps: int) -> list[float]:
         os.environ.pop(name, None)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    return train(autopar.compile(make_model(), mesh, example_inputs=inputs, optimizer=torch.optim.AdamW), steps)
+    pmodel = autopar.compile(make_model(), mesh, example_inputs=inputs, search="fsdp")
+    pmodel.accepts_loss_kwargs = False  # the loss is the mean over the batch: the Trainer is to pass no count of tokens
+    return train(pmodel, steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
