@@ -210,7 +210,7 @@ class Plan:
             return self.planning.explanations(self, pattern, folded)
         by_key = {entry.key: entry for entry in matched}
         missing = (
-            "alternatives and formulas, which need the model: --model in a shell; in Python, explain what "
+            "alternatives and formulas: they need the model; name it with --model in a shell, or explain what "
             "make_plan(model, mesh, plan=...) gives"
         )
         return tuple(
