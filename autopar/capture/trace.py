@@ -126,7 +126,7 @@ def _clean_errors() -> Iterator[None]:
             f"the shape of {error.func} depends on data",
             where=raising_line(error.__traceback__),
             fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens "
-            "that each was given: an implementation behind transformers' experts interface, which becomes one op",
+            "that each was given: autopar.nn.Experts, or transformers' experts interface, each of which becomes one op",
         ) from error
     except Exception as error:  # whatever the user's model raises
         raise CaptureError(

@@ -63,12 +63,12 @@ def weights_of(up: Tensor) -> Tensor:
     return up.flatten(1, 2)
 
 
-def arguments_of_activation(x: Tensor, up: Tensor, up_bias: Tensor | None, choices: Choices) -> tuple[Tensor, ...]:
-    """up @ x + up_bias by row, G tensors [R, F]."""
-    rows = product(x[choices.token], weights_of(up).transpose(1, 2), choices.spans)
+def arguments_of_activation(rows: Tensor, up: Tensor, up_bias: Tensor | None, choices: Choices) -> tuple[Tensor, ...]:
+    """up @ x + up_bias for the rows [R, H] of x, G tensors [R, F]."""
+    values = product(rows, weights_of(up).transpose(1, 2), choices.spans)
     if up_bias is not None:
-        rows = rows + up_bias.flatten(1)[choices.expert]
-    return rows.view(-1, *up.shape[1:3]).unbind(1)
+        values = values + up_bias.flatten(1)[choices.expert]
+    return values.view(-1, *up.shape[1:3]).unbind(1)
 
 
 @op(f"experts({LAYER}) -> Tensor")
@@ -76,7 +76,7 @@ def experts(x: Tensor, index: Tensor, scores: Tensor, *layer: Any) -> Tensor:
     """The sum over each token's choices of score times expert, in x's dtype."""
     up, up_bias, down, down_bias, activation, first = layer
     choices = choices_of(index, first, up.shape[0])
-    (inner,) = parse(activation)(*arguments_of_activation(x, up, up_bias, choices))
+    (inner,) = parse(activation)(*arguments_of_activation(x[choices.token], up, up_bias, choices))
     rows = product(inner, down.transpose(1, 2), choices.spans)
     if down_bias is not None:
         rows = rows + down_bias[choices.expert]
@@ -96,7 +96,8 @@ def experts_backward(grad: Tensor, x: Tensor, index: Tensor, scores: Tensor, *la
     """
     up, up_bias, down, down_bias, activation, first, gradient, wanted = layer
     choices = choices_of(index, first, up.shape[0])
-    values = arguments_of_activation(x, up, up_bias, choices)
+    chosen = x[choices.token]
+    values = arguments_of_activation(chosen, up, up_bias, choices)
     (inner,) = parse(activation)(*values)
     weight = scores[choices.token, choices.column, None]
     rows = grad[choices.token]
@@ -116,7 +117,7 @@ def experts_backward(grad: Tensor, x: Tensor, index: Tensor, scores: Tensor, *la
     inner_grads = torch.stack(parse(gradient)(*values, (projected * weight).to(x.dtype)), 1)
     flat = inner_grads.flatten(1)
     if wanted[2]:
-        grads[2] = outer_product(flat, x[choices.token], choices.spans).view(up.shape)
+        grads[2] = outer_product(flat, chosen, choices.spans).view(up.shape)
     if wanted[3]:
         grads[3] = group_sums(flat, choices.spans).view(up.shape[:3])
     grads[0] = summed_by_token(product(flat, weights_of(up), choices.spans), choices, x.shape[0])

@@ -19,10 +19,25 @@ from autopar.planner.decisions import Decision
 from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import late_decisions
 from autopar.sharding.layout import Layout, format_layout, parse_layout
-from autopar.sharding.rules.experts import ALL_TO_ALL
+from autopar.sharding.rules.experts import ALL_TO_ALL, INSIDE
 from autopar.sharding.strategies import Strategy
 
 RESIDENCIES = ("keep", "recompute", *PACKED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a word for a layer of experts demands along its axis: the form of the rule, and the layout of the result."""
+
+    form: str
+    layout: str
+    does: str
+
+
+_WAYS = {
+    "A": _Way(ALL_TO_ALL, "S0", "send its tokens by all-to-all"),
+    "I": _Way(INSIDE, "P", "be cut inside of every expert"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +46,8 @@ class Constraint:
 
     In place of a layout, a residency says how the backward gets the values of ops of the forward: `keep`, `recompute`,
     `offload`, `compress` or, with loss, `compress-bf16`, `compress-fp8` or `compress-int8`. Of a layer
-    of experts, `A` in place of `S0` says that tokens go to their experts by all-to-all along that axis.
+    of experts, `A` in place of `S0` says that tokens go to their experts by all-to-all along that axis, and `I` in
+    place of `P` that every expert is cut inside, along its hidden dim.
 
     >>> Constraint("*.mlp.*.weight", "R,S0").layout
     'R,S0'
@@ -45,8 +61,11 @@ class Constraint:
         return self.layout in RESIDENCIES
 
     @property
-    def all_to_all_axes(self) -> tuple[int, ...]:
-        return tuple(axis for axis, word in enumerate(self.layout.split(",")) if word.strip() == "A")
+    def ways(self) -> Mapping[str, tuple[int, ...]]:
+        """By word, the axes along which a layer of experts is to go that way."""
+        words = [word.strip() for word in self.layout.split(",")]
+        axes = {way: tuple(axis for axis, word in enumerate(words) if word == way) for way in _WAYS}
+        return {way: found for way, found in axes.items() if found}
 
 
 def as_constraints(
@@ -87,7 +106,7 @@ def apply_constraints(
         layout = _layout(constraint, len(planning.mesh_shape))
         matched = _matching(planning, constraint.pattern)
         for index in matched:
-            mask = _mask(planning.decisions[index], layout, constraint.all_to_all_axes)
+            mask = _mask(planning.decisions[index], layout, constraint.ways)
             allowed[index] = allowed.get(index, np.ones(len(mask), dtype=bool)) & mask
             if not allowed[index].any():
                 raise ConstraintError(
@@ -144,7 +163,8 @@ def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...
 
 def _layout(constraint: Constraint, axes: int) -> Layout:
     try:
-        words = ("S0" if word.strip() == "A" else word for word in constraint.layout.split(","))
+        words = (word.strip() for word in constraint.layout.split(","))
+        words = (_WAYS[word].layout if word in _WAYS else word for word in words)
         return parse_layout(",".join(words), axes)
     except PlanFormatError as error:
         raise ConstraintError(f"the constraint {constraint.pattern!r}: {error.what}", fix=error.fix or _FORM) from error
@@ -165,14 +185,18 @@ def _matching(planning: PlanningProblem, pattern: str) -> list[int]:
     return found
 
 
-def _mask(decision: Decision, layout: Layout, all_to_all: tuple[int, ...] = ()) -> npt.NDArray[np.bool_]:
-    """Which strategies give the layout, and run as an all-to-all of tokens along the axes `all_to_all`."""
+def _mask(
+    decision: Decision, layout: Layout, ways: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> npt.NDArray[np.bool_]:
+    """Which strategies give the layout, and go the ways of layers of experts along the axes of each."""
     mask = np.array([_output(strategy) == layout for strategy in decision.strategies])
-    if all_to_all and mask.any():
-        mask &= [set(all_to_all) <= set(strategy.axes_with(ALL_TO_ALL)) for strategy in decision.strategies]
+    for word, axes in ways.items():
+        if not mask.any():
+            break
+        mask &= [set(axes) <= set(strategy.axes_with(_WAYS[word].form)) for strategy in decision.strategies]
         if not mask.any():
             raise ConstraintError(
-                f"{decision.key} cannot send its tokens by all-to-all along axes {list(all_to_all)} of the mesh",
+                f"{decision.key} cannot {_WAYS[word].does} along axes {list(axes)} of the mesh",
                 where=decision.where,
                 fix="pin a layer of experts whose tokens and experts can be cut along these axes",
             )

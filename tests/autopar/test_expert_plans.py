@@ -19,11 +19,11 @@ from tests.autopar.parity import STEPS, Gaps, adam, train_beside
 from tests.gloo import run_on_ranks
 
 EXPERTS = "*/autopar.experts*"  # the layers, forward and backward
-CASES = [  # gate, mesh, layout of the tokens (A: by all-to-all along that axis), what it shows
+CASES = [  # gate, mesh, layout of the tokens (A: by all-to-all along that axis, I: inside), what it shows
     ("top-k, capacity", (2, 2), "A,A"),
     ("all to two", (4,), "A"),  # every token to the same two experts, none to the others
     ("gshard", (2, 2), "S0,A"),  # data parallel beside expert parallel
-    ("balanced", (2, 2), "A,P"),  # every expert cut inside, too
+    ("balanced", (2, 2), "A,I"),  # every expert cut inside, too
     ("sigmoid", (8,), "A"),  # and shared experts
     ("k = experts", (4,), "A"),  # three experts on four ranks: one has none
 ]

@@ -113,3 +113,20 @@ class ExpertCounter:
             counts[key.layer] = counts[key.layer] + total.cpu() if key.layer in counts else total.cpu()
             spans[key.layer] = key.spans
         return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans), MappingProxyType(dict(moved)))
+
+
+Spans = Mapping[str, tuple[tuple[int, int], ...]]
+
+
+def of_all_stages(parts: Sequence[tuple[Sequence[tuple[str, list[int]]], Spans]], layers: Sequence[str]) -> ExpertLoad:
+    """From the counts and the spans that each rank of a pipeline has of its own stages; `layers` in their order.
+
+    The ranks of one stage have the same.
+    """
+    counts = {layer: count for own, _ in parts for layer, count in own}
+    spans = {layer: held for _, own in parts for layer, held in own.items()}
+    known = [layer for layer in dict.fromkeys(layers) if layer in counts]
+    return ExpertLoad(
+        MappingProxyType({layer: torch.tensor(counts[layer], dtype=torch.int64) for layer in known}),
+        MappingProxyType({layer: spans[layer] for layer in known}),
+    )

@@ -18,6 +18,8 @@ from autopar.capture.program import InputKind, Program
 from autopar.capture.trace import Model, as_module
 from autopar.errors import InputError, UnsupportedOptionError
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.experts.load import ExpertCounter, ExpertLoad, of_all_stages
+from autopar.runtime.experts.weights import expert_weights
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import user_tensors
 from autopar.runtime.mirror import Container, mirror, training_of
@@ -62,6 +64,7 @@ class _PipelineSession(Session):
 
     compiler: PipelineCompiler
     place: PipelineRank
+    counter: ExpertCounter
     steps: dict[str, tuple[BoundPipeline, PlanLike]] = field(default_factory=dict)
     first: str = ""  # the key of the step that the parameters were laid out for
     outputs_everywhere: bool = False
@@ -94,7 +97,8 @@ class PipelineModule(ParallelModule):
         Container.__init__(self)
         module = as_module(model)
         place = PipelineRank(mesh, axis)
-        session = _PipelineSession(module, mesh, RankGroup(mesh), compiler=compiler, place=place)
+        counter = ExpertCounter(place.stage_mesh)
+        session = _PipelineSession(module, mesh, RankGroup(mesh), compiler=compiler, place=place, counter=counter)
         self.__dict__["_autopar"] = session
         session.check_call(model_key(module))
         args, kwargs = example_inputs
@@ -171,14 +175,18 @@ class PipelineModule(ParallelModule):
         )
 
     @property
-    def expert_load(self) -> NoReturn:
-        raise UnsupportedOptionError(
-            "a pipeline does not count the tokens of its experts",
-            fix="count on a mesh without a pipeline axis",
+    def expert_load(self) -> ExpertLoad:
+        """How many tokens chose each expert, of all stages; every rank of the mesh must ask. See `ParallelModule`."""
+        session = self._pipeline
+        own = session.counter.load({})
+        parts = session.ranks.gather(
+            ([(layer, count.tolist()) for layer, count in own.counts.items()], dict(own.spans))
         )
+        return of_all_stages(parts, [layer for item in expert_weights(self.program) for layer in item.layers])
 
     def reset_expert_load(self) -> None:
-        """Nothing is counted."""
+        """Count from zero again."""
+        self._pipeline.counter.reset()
 
     def rebalance(self, *, move_cost: float = 0.0, time_limit_s: float = 10.0) -> NoReturn:
         raise UnsupportedOptionError(
@@ -245,10 +253,11 @@ class PipelineModule(ParallelModule):
         self, bound: BoundPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, update: Update | None
     ) -> Worker:
         tensors = self._call_tensors(args, kwargs)
+        buffers, counter = dict(self.named_buffers()), self._pipeline.counter
         recorder = self._session.recorder
         if recorder is not None:
             recorder.begin_step()
-        worker = bound.worker(tensors, self._parameters_by_name(), dict(self.named_buffers()), seed, update)
+        worker = bound.worker(tensors, self._parameters_by_name(), buffers, seed, update, counter)
         if recorder is not None:
             worker.timed = recorder.action
         return worker
@@ -334,7 +343,9 @@ class PipelineModule(ParallelModule):
         session = self._pipeline
         compiled = session.compiler.compile_pipeline(session.model, args, kwargs, like=like)
         session.ranks.agree("the plan", compiled.plan.hash)
-        return session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place)), compiled.plan
+        bound = session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
+        session.counter.expect(bound.expert_counts)
+        return bound, compiled.plan
 
     def _trainable(self) -> Iterable[nn.Parameter]:
         """Those of the original, of which every rank has all."""

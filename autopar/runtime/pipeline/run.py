@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.program import OutputKind
+from autopar.passes.observed import ExpertCount
+from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.parameters import as_dtensor
 from autopar.runtime.pipeline.gathered import OutputKey
 from autopar.runtime.pipeline.lanes import RealLane, Value
@@ -60,6 +62,7 @@ class BoundPipeline:
         buffers: Mapping[str, Tensor],
         seed: int,
         update: Update | None = None,
+        counter: ExpertCounter | None = None,
     ) -> Worker:
         """What runs one call; `inputs` in full."""
         step, device = self.step, self.place.mesh.device_type
@@ -74,9 +77,16 @@ class BoundPipeline:
         weights = Weights(current, names, update)
         tangents = self._ones()
         batch = Batch({**held, **early}, dict(buffers), tangents, number)
+        links = self.place.links
         return Worker(
-            self.place.rank, step.staged, step.schedule, self.variants, self.lane, self.place.links, weights, batch
+            self.place.rank, step.staged, step.schedule, self.variants, self.lane, links, weights, batch, counter
         )
+
+    @property
+    def expert_counts(self) -> tuple[ExpertCount, ...]:
+        """What the forwards of this rank's stages count."""
+        variants = (variant for stage in self.variants.values() for variant in stage)
+        return tuple(count for variant in variants for count in variant.lanes[0].expert_counts)
 
     def _ones(self) -> dict[str, Tensor]:
         """The gradient of the loss by itself."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from autopar.capture.program import BETWEEN_STAGES, InputKind, OutputKind, ProgramOutput
+from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.pipeline.channels import Channels, Incoming, Message
 from autopar.runtime.pipeline.gathered import Gathered
 from autopar.runtime.pipeline.lanes import Lanes, Value
@@ -48,6 +49,7 @@ class Worker:
     channels: Channels
     weights: Weights
     batch: Batch
+    counter: ExpertCounter | None = None  # of the tokens that chose each expert, where somebody asks
     gathered: Gathered = field(default_factory=Gathered)
     arrived: dict[tuple[int, InputKind, str, int], Value] = field(default_factory=dict)
     leaving: dict[Message, list[Value]] = field(default_factory=dict)
@@ -159,7 +161,10 @@ class Worker:
         values = [self._bound(variant, stage, node, item) for node in variant.forward_names]
         results = self.lanes.run(variant.forward, _by_lane(values, len(variant.lanes)))
         del values
-        count = len(variant.early_outputs) + len(variant.lanes[0].expert_counts)
+        what, early = variant.lanes[0].expert_counts, len(variant.early_outputs)
+        count = early + len(what)
+        if self.counter is not None:
+            self.counter.add(what, results[0][early:count])
         leaving: dict[str, Value] = {}
         for index, output in enumerate(variant.early_outputs):
             value = [lane[index] for lane in results]

@@ -199,8 +199,9 @@ def load_what_is_missing() -> float:
     loaded = Scaled()
     pmodel.load_state_dict(loaded.state_dict())
     torch.testing.assert_close(pmodel(batch), loaded(batch))
-    with pytest.raises(UnsupportedOptionError, match="does not count"):
-        pmodel.expert_load  # noqa: B018
+    assert not pmodel.expert_load.layers  # none of the layers is one of experts
+    with pytest.raises(UnsupportedOptionError, match="does not move its experts"):
+        pmodel.rebalance()
     return float((weights - copy).abs().max())
 
 
