@@ -9,7 +9,7 @@ True
 
 from autopar import errors, nn, optim, search
 from autopar.api import compile, make_plan, run_virtual, verify
-from autopar.mesh import Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.plan import Plan
 from autopar.planner.constraints import Constraint
 from autopar.recording import Recording
@@ -23,6 +23,7 @@ from autopar.version import __version__
 
 __all__ = [
     "Constraint",
+    "Devices",
     "Mesh",
     "ParallelModule",
     "Plan",

@@ -39,10 +39,11 @@ from autopar.compiler import (
     plan_or_follow,
 )
 from autopar.errors import MeshError, UnsupportedOptionError
-from autopar.mesh import Mesh, as_mesh
+from autopar.mesh import Devices, Mesh, as_mesh
 from autopar.passes.packings import error_of
 from autopar.plan import Plan
 from autopar.planner.make import Options, Search
+from autopar.planner.mesh_shapes import meshes_of, plan_of_fastest
 from autopar.planner.optimizers import OptimizerFactory
 from autopar.planner.pipeline_request import PipelineRequest
 from autopar.planner.reconsider import with_questions, with_stage_questions
@@ -170,7 +171,7 @@ def _agreed(mesh: DeviceMesh, read: Callable[[], _Given]) -> _Agreed:
 
 def make_plan(
     model: Model,
-    mesh: AnyMesh,
+    mesh: AnyMesh | Devices,
     *,
     example_inputs: Inputs,
     plan: GivenPlan | None = None,
@@ -188,7 +189,8 @@ def make_plan(
 ) -> Plan:
     """Plan without running: meta models, virtual meshes, no process group; the keywords are those of `compile`.
 
-    With `plan=`, that plan is checked against the model and priced anew.
+    With `plan=`, that plan is checked against the model and priced anew. Of `Devices`, the meshes that suit the
+    hardware are tried; the plan is that of the fastest, `plan.frontier` that of all.
 
     >>> import autopar, torch
     >>> layer = torch.nn.Linear(8, 8)
@@ -196,23 +198,28 @@ def make_plan(
     (2,)
     """
     refuse_unsupported(backend=backend)
+    views = meshes_of(mesh) if isinstance(mesh, Devices) else (as_mesh(mesh, hardware),)
     if stages == AUTO:
         again = partial(
             make_plan, model, example_inputs=example_inputs, search=search, memory_limit_bytes=memory_limit_bytes,
             optimizer=optimizer, precision=precision, compress=compress, schedule=schedule, microbatches=microbatches,
             constraints=constraints,
         )  # fmt: skip
-        return best_plan(as_mesh(mesh, hardware), again)
-    view, request, given = as_mesh(mesh, hardware), make_request(stages, schedule, microbatches), load_plan(plan)
-    staged = wants_pipeline(view, request, given) is not None
+        return plan_of_fastest(views, lambda view: best_plan(view, again))
+    request, given = make_request(stages, schedule, microbatches), load_plan(plan)
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-    captured = partial(capture, module, device=view.device_type, precision=options.precision)
+    captured = partial(capture, module, device=views[0].device_type, precision=options.precision)
+    staged = [wants_pipeline(view, request, given) is not None for view in views]
     program = captured(*part_to_capture(request, args, kwargs))
-    if staged:
-        return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
-    planned = plan_or_follow(program, view, options, given)
-    return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
+
+    def plan_on(view: Mesh) -> Plan:
+        if staged[views.index(view)]:
+            return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
+        planned = plan_or_follow(program, view, options, given)
+        return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
+
+    return plan_of_fastest(views, plan_on)
 
 
 @choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))

@@ -74,6 +74,27 @@ class Mesh:
         return tuple(reversed(found))
 
 
+@dataclass(frozen=True, init=False)
+class Devices:
+    """So many devices that are in no mesh yet: `make_plan` tries the shapes that suit the hardware.
+
+    >>> Devices(8, hardware="h100").count
+    8
+    """
+
+    count: int
+    profile: HardwareProfile
+    device_type: str = "cpu"
+
+    def __init__(
+        self, count: int, *, hardware: str | Path | HardwareProfile = "h100", device_type: str = "cpu"
+    ) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise MeshError(f"{count!r} devices are none", fix="give how many there are, as 8")
+        for field, value in (("count", count), ("profile", _profile(hardware)), ("device_type", device_type)):
+            object.__setattr__(self, field, value)
+
+
 def as_mesh(
     mesh: Mesh | DeviceMesh | Sequence[int] | int, hardware: str | Path | HardwareProfile | None = None
 ) -> Mesh:

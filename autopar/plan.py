@@ -86,6 +86,7 @@ class Plan:
     recomputation: Problem | None = field(default=None, repr=False, compare=False)  # under these layouts; not saved
     details: PlanDetails | None = field(default=None, repr=False, compare=False)  # measured of the emitted program
     planning: Planning | None = field(default=None, repr=False, compare=False)  # where it comes from; not saved
+    other_meshes: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # plans of as many devices; not saved
 
     def __post_init__(self) -> None:
         axes = len(self.mesh_shape)
@@ -135,7 +136,8 @@ class Plan:
         """(live bytes, seconds) of the best plans under ever tighter limits: what each gigabyte costs in time.
 
         Solved when first asked for: layouts without recomputation, from the search problem, whose bytes leave out the
-        buffers of moves; and recomputation under this plan's layouts, down to the least memory that it leads to.
+        buffers of moves; and recomputation under this plan's layouts, down to the least memory that it leads to. Of
+        `autopar.Devices`, the best plans on any of the meshes.
         Raises PlanError for a plan that was loaded rather than searched.
         """
         found = list(memory_frontier(self._searched()))
@@ -143,6 +145,7 @@ class Plan:
             base = self.cost - self.residency_s
             again = memory_frontier(self.recomputation, points=16, time_limit_s=3.0)
             found += [(bytes_, base + seconds) for bytes_, seconds in again]
+        found += [point for plan in self.other_meshes for point in plan.frontier]
         return undominated(found)
 
     def simulate(self, *, rank_speeds: Sequence[float] = ()) -> Simulation:
@@ -356,7 +359,9 @@ class Plan:
     def without_problems(self) -> Plan:
         """Without what was searched and simulated: what other ranks need."""
         stages = tuple(replace(stage, plan=stage.plan.without_problems()) for stage in self.stages)
-        return replace(self, problem=None, step_ops=None, recomputation=None, planning=None, stages=stages)
+        return replace(
+            self, problem=None, step_ops=None, recomputation=None, planning=None, other_meshes=(), stages=stages
+        )
 
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""

@@ -41,8 +41,7 @@ PHASES = ("capture", "plan", "emit")
 DOCS = Path(__file__).parent.parent / "docs" / "planning_speed.md"
 NOTE = (
     "All of `make_plan` with AdamW on H100s, in float32; `others` and `hand` are over the plan, as the script says: a "
-    "hand plan below 1 does not fit.\nA gap of 100 % means that no bound is carried over to plans that keep gathered "
-    "copies."
+    "hand plan below 1 does not fit."
 )
 OTHERS = ("dp", "greedy", "local", "anneal", "beam", "random")
 LLAMAS = {  # layers, hidden, intermediate, heads, sequences
