@@ -189,8 +189,7 @@ def make_plan(
 ) -> Plan:
     """Plan without running: meta models, virtual meshes, no process group; the keywords are those of `compile`.
 
-    With `plan=`, that plan is checked against the model and priced anew. Of `Devices`, the meshes that suit the
-    hardware are tried; the plan is that of the fastest, `plan.frontier` that of all.
+    With `plan=`, that plan is checked and priced anew. With `Devices`, the fastest mesh that suits the hardware is found.
 
     >>> import autopar, torch
     >>> layer = torch.nn.Linear(8, 8)
@@ -210,11 +209,10 @@ def make_plan(
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
     captured = partial(capture, module, device=views[0].device_type, precision=options.precision)
-    staged = [wants_pipeline(view, request, given) is not None for view in views]
     program = captured(*part_to_capture(request, args, kwargs))
 
     def plan_on(view: Mesh) -> Plan:
-        if staged[views.index(view)]:
+        if wants_pipeline(view, request, given) is not None:
             return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
         planned = plan_or_follow(program, view, options, given)
         return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
