@@ -189,7 +189,7 @@ def make_plan(
 ) -> Plan:
     """Plan without running: meta models, virtual meshes, no process group; the keywords are those of `compile`.
 
-    With `plan=`, that plan is checked and priced anew. With `Devices`, the fastest mesh that suits the hardware is found.
+    With `plan=`, that plan is checked and priced anew. Of `Devices`, the plan is that of the fastest mesh that suits.
 
     >>> import autopar, torch
     >>> layer = torch.nn.Linear(8, 8)
