@@ -1,24 +1,22 @@
 """Seconds and memory of planning, by phase, for whole models without weights: what `make_plan` does, search and all.
 
-    python benchmarks/planning.py [--case CASE ...] [--write-docs]
+    python -m benchmarks.planning [--case CASE ...] [--write-docs]
 
-CPU seconds of one process, one torch thread. `others`: the least cost that any other strategy finds on the problem,
-over that of `ilp`; `hand`: the fastest hand plan as foreseen, over the plan. The peer is a public planner of the same
-kind on one core of this class, in CPU seconds as the project's issue states them: not measured here.
+CPU seconds of one process, one torch thread. `others`: the least cost that any other strategy finds for the layouts,
+everything kept and without a memory limit, over that of `ilp`; `hand`: the fastest hand plan as foreseen, over the
+plan. The peer is a public planner of the same kind on one core of this class, in CPU seconds as the project's issue
+states them: not measured here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
-from datetime import date
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from rich.table import Table
 
 from autopar.errors import TooWideError
 from autopar.search import FORBIDDEN, Problem, solve
+from benchmarks import tables
 
 CASES = {
     "gpt2-small (4,2)": ("gpt2", (4, 2), 5, "132 plan, 13 apply"),
@@ -38,11 +37,9 @@ CASES = {
     "mixtral, 8 layers (8,4)": ("mixtral", (8, 4), None, ""),
 }
 PHASES = ("capture", "plan", "emit")
-DOCS = Path(__file__).parent.parent / "docs" / "planning_speed.md"
-NOTE = (
-    "All of `make_plan` with AdamW on H100s, in float32; `others` and `hand` are over the plan, as the script says: a "
-    "hand plan below 1 does not fit."
-)
+PAGE = tables.ROOT / "docs" / "planning_speed.md"
+RESULTS = tables.RESULTS / "planning.jsonl"
+TIMEOUT_S = 900  # of a case, wall clock
 OTHERS = ("dp", "greedy", "local", "anneal", "beam", "random")
 LLAMAS = {  # layers, hidden, intermediate, heads, sequences
     "llama-8b": (32, 4096, 14_336, 32, 256),
@@ -119,7 +116,7 @@ def measure(case: str) -> dict[str, Any]:
     from autopar.capture.trace import capture
     from autopar.mesh import Mesh
     from autopar.passes.pipeline import emit
-    from autopar.planner.make import Options, plan_program
+    from autopar.planner.make import Options, plan_program, without_limit
     from autopar.planner.node_prices import origin_geometry
     from autopar.planner.optimizers import optimizer_of
 
@@ -134,8 +131,9 @@ def measure(case: str) -> dict[str, Any]:
     emit(program, planned.assignment, origin_geometry(shape))
     marks.append(time.process_time())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    costs = [_cost(planned.planning.problem, other) for other in OTHERS]
-    ours = solve(planned.planning.problem, time_limit_s=10).cost
+    layouts = without_limit(planned.planning.problem)
+    costs = [_cost(layouts, other) for other in OTHERS]
+    ours = solve(layouts, time_limit_s=10).cost
     hands = [
         seconds for key, seconds in planned.plan.alternatives.items() if key in ("ddp", "zero2", "fsdp", "megatron")
     ]
@@ -159,38 +157,70 @@ def _cost(problem: Problem, strategy: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=CASES, help=argparse.SUPPRESS)  # in this process, as JSON
     parser.add_argument("--case", choices=CASES, action="append", help="measure these alone")
-    parser.add_argument("--write-docs", action="store_true")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="keep the rows, and write all that are kept to the docs"
+    )
     chosen = parser.parse_args()
     if chosen.only:
         print(json.dumps(measure(chosen.only)))
         return
-    rows = {case: _in_own_process(case) for case in chosen.case or CASES}
-    titles = ("total CPU s", "asked", "peak GiB", "gap", "step ms", "others", "hand", "public peer, CPU s")
-    table = Table("model and mesh", "nodes", *PHASES, *titles)
-    lines = []
-    for case, row in rows.items():
-        cells = [case, str(row["nodes"]), *(f"{value:.1f}" for value in row["seconds"])]
-        _, _, asked, peer = CASES[case]
-        cells += [f"{sum(row['seconds']):.1f}", str(asked or ""), f"{row['peak_gib']:.1f}", f"{row['gap']:.2%}"]
-        cells += [f"{1e3 * row['step_s']:.1f}", f"{row['others']:.3f}", f"{row['hand']:.3f}", peer]
-        table.add_row(*cells)
-        lines.append("| " + " | ".join(cells) + " |")
-    Console(width=160).print(table)
+    titles = (
+        "model and mesh",
+        "nodes",
+        *PHASES,
+        "total CPU s",
+        "asked",
+        "peak GiB",
+        "gap",
+        "step ms",
+        "others",
+        "hand",
+    )
+    titles = *titles, "public peer, CPU s", "date"
+    table = Table(*titles)
+    for case in chosen.case or CASES:
+        row = {"case": case, **tables.stamp(), **_in_own_process(case)}
+        table.add_row(*_cells(row))
+        if chosen.write_docs:
+            tables.append(row, RESULTS)
+    Console(width=170).print(table)
     if chosen.write_docs:
-        head = "| " + " | ".join(str(column.header) for column in table.columns) + " |"
-        rule = "| " + " | ".join("---" for _ in table.columns) + " |"
-        machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-        source = f"By `benchmarks/planning.py`, {date.today()}, one core of a shared {machine}."
-        text = f"# Planning speed\n\n{source}\n{NOTE}\n\n"
-        rest = "".join(DOCS.read_text(encoding="utf-8").partition("\n## ")[1:])  # sections of other benchmarks
-        DOCS.write_text(text + "\n".join([head, rule, *lines]) + "\n" + rest, encoding="utf-8")
+        rows = sorted(
+            tables.latest(RESULTS, lambda row: str(row["case"])), key=lambda row: list(CASES).index(row["case"])
+        )
+        lines = [tables.line(titles), "| --- " * len(titles) + "|", *(tables.line(_cells(row)) for row in rows)]
+        tables.write_table(PAGE, "cases", ["", *lines, ""])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    _, _, asked, peer = CASES[row["case"]]
+    if "failed" in row:
+        return [
+            row["case"],
+            f"no plan: {row['failed']}",
+            *[""] * len(PHASES),
+            "",
+            str(asked or ""),
+            *[""] * 5,
+            peer,
+            row["date"],
+        ]
+    cells = [row["case"], str(row["nodes"]), *(f"{value:.1f}" for value in row["seconds"])]
+    cells += [f"{sum(row['seconds']):.1f}", str(asked or ""), f"{row['peak_gib']:.1f}", f"{row['gap']:.2%}"]
+    return [*cells, f"{1e3 * row['step_s']:.1f}", f"{row['others']:.3f}", f"{row['hand']:.3f}", peer, row["date"]]
 
 
 def _in_own_process(case: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, "--only", case], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.planning", "--only", case]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tables.ROOT)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"stopped after {TIMEOUT_S} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

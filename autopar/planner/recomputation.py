@@ -20,7 +20,7 @@ import numpy.typing as npt
 from autopar.planner.decisions import Decision
 from autopar.planner.moves_again import Gather, MovesAgain
 from autopar.planner.packed_values import PackedValues
-from autopar.planner.residency import USUAL, Residency
+from autopar.planner.residency import Residency
 from autopar.planner.saved_values import FREE, KEEP, Packed, Piece, SavedValue, SavedValues, State, moment
 from autopar.search import FORBIDDEN, Problem
 
@@ -95,14 +95,6 @@ class Recomputation:
         times, sums = self._profile(residency)
         held: Array = sums[np.searchsorted(times, moments, side="right")]
         return held
-
-    def beside_values(self, live: Array) -> Array:
-        """What a program holds beside its saved values, as in `problem`, if `live` is alive while each decision runs,
-        saved values included, and every one of them is kept."""
-        states, count = self.states(USUAL), len(self.decisions)
-        values = _profile_of(self._value_lives(states))
-        held = values[1][np.searchsorted(values[0], np.arange(count) * (count + 1) + count, side="right")]
-        return np.repeat((live - held)[:, None], 2, axis=1)
 
     def levels(self, residency: Residency, constant: Array) -> Array:
         """The most that is held in each slot (`slots`), with `constant` (as in `problem`) beside it."""
