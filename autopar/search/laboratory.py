@@ -84,21 +84,28 @@ def best_costs(records: Sequence[Record]) -> dict[str, float]:
 def to_table(records: Sequence[Record]) -> Table:
     """A rich table, the best cost of each problem marked."""
     best = best_costs(records)
-    table = Table("problem", "strategy", "cost", "bound", "gap", "to 1 %", "seconds", "CPU s")
+    table = Table("problem", "strategy", "cost", "bound", "gap", "to 1 %", "seconds", "CPU s", box=None, padding=(0, 1))
+    for column in table.columns:
+        column.overflow = "fold"  # on a narrow screen nothing is left out
     for record in records:
         mark = "[bold]" if record.cost == best[record.problem] and math.isfinite(record.cost) else ""
         within = record.seconds_to_within(0.01, best[record.problem])
         table.add_row(
             record.problem,
             record.strategy,
-            record.error or mark + number(record.cost),
-            number(record.bound),
+            record.error or mark + _short(record.cost),
+            _short(record.bound),
             percent(record.cost, record.bound),
             f"{within:.1f} s" if math.isfinite(within) else "-",
             f"{record.seconds:.1f}",
             f"{record.cpu_s:.1f}",
         )
     return table
+
+
+def _short(value: float) -> str:
+    """All digits of a whole number, six significant ones of another."""
+    return number(value) if value.is_integer() else number(float(f"{value:.6g}"))
 
 
 def save_csv(records: Sequence[Record], path: str | os.PathLike[str]) -> None:

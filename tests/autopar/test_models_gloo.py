@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar import arguments
 from tests.autopar.models import MODELS
 from tests.autopar.parity import Gaps, adam, train_beside
 from tests.gloo import run_on_ranks
@@ -19,6 +22,7 @@ HAND_PLANS = {
     "mlp": "megatron",
 }  # fmt: skip
 SLACK = 1.1  # memory for the search, over what the hand plan needs: without a limit, replicas are best for small models
+SEARCH_S = 8.0  # any plan will do
 TIMEOUT_S = 600.0
 Found = dict[str, tuple[str, Gaps]]
 
@@ -31,7 +35,8 @@ def train(names: list[str], mesh_shape: tuple[int, ...]) -> Found:
         limit = None
         for search in (HAND_PLANS[name], "ilp"):
             model, inputs = MODELS[name]()
-            pmodel = autopar.compile(model, mesh, example_inputs=inputs, search=search, memory_limit_bytes=limit)
+            with mock.patch.object(arguments, "Options", partial(arguments.Options, time_limit_s=SEARCH_S)):
+                pmodel = autopar.compile(model, mesh, example_inputs=inputs, search=search, memory_limit_bytes=limit)
             assert limit is None or pmodel.plan.peak_bytes <= limit  # type: ignore[attr-defined]
             limit = int(SLACK * pmodel.plan.peak_bytes)  # type: ignore[attr-defined]
             gaps = train_beside(pmodel, adam(pmodel), (model, inputs))
