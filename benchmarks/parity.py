@@ -29,6 +29,7 @@ from autopar.capture.trace import capture
 from autopar.compiler import plan_or_follow
 from autopar.errors import AutoparError
 from autopar.runtime.execution import Call, Reduction, State
+from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.inputs import user_tensors
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.parallel_module import ParallelModule
@@ -114,7 +115,10 @@ def _peak_bytes(pmodel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str,
     """The most bytes alive on this rank while it runs its two graphs once more; the largest over the ranks."""
     step = pmodel._shown()
     parameters = pmodel._parameters_by_name()
-    call = Call(step, State(parameters, dict(pmodel.named_buffers())), user_tensors(args, kwargs), 0, Reduction.NOW)
+    counter = ExpertCounter(step.mesh)
+    call = Call(
+        step, State(parameters, dict(pmodel.named_buffers())), user_tensors(args, kwargs), 0, Reduction.NOW, counter
+    )
     values = {node: value.detach().clone() for node, value in call.local_values().items()}
     tracker = MemoryTracker()
     tracker.hold(list(values.values()))

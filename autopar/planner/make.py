@@ -304,6 +304,8 @@ class Planner:
             if fits:
                 return True
             allowance -= 1.05 * (thriftiest - self.limit)
+            if allowance <= 0:
+                return False
         return False
 
     def _search_tightened(self) -> None:

@@ -54,3 +54,10 @@ def test_no_plan_costs_less_than_the_bound_whatever_copies_it_keeps(planner: Pla
             residency = Residency(gathered_once=frozenset(index for index in kept if gathers[index].is_direct))
             seconds = planner._fit(candidate).seconds(residency)
             assert candidate.with_residency(residency, seconds).solution.cost >= bound * (1 - 1e-9), candidate.name
+
+
+def test_a_joint_search_whose_plans_stay_far_over_the_limit_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = planner_of(32)
+    over = planner.limit * 3
+    monkeypatch.setattr(planner, "_fitted", lambda candidate: (False, over))
+    assert not planner._search_jointly()
