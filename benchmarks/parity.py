@@ -196,15 +196,18 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     chosen.results.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in chosen.results.read_text().splitlines()] if chosen.results.exists() else []
-    done = {(row["model"], row["mesh"], row["search"]) for row in rows}
+    lines = chosen.results.read_text().splitlines() if chosen.results.exists() else []
+    made = {(row["model"], row["mesh"], row["search"]): row for row in map(json.loads, lines)}
+    searches = chosen.searches.split(",")
     for mesh in filter(None, chosen.meshes.split(",")):
         for name in filter(None, chosen.models.split(",")):
-            missing = [item for item in chosen.searches.split(",") if (name, mesh, item) not in done]
-            fresh = rows_of(name, mesh, missing) if missing else []
-            rows += fresh
+            if all((name, mesh, search) in made for search in searches):
+                continue
+            fresh = rows_of(name, mesh, searches)  # all of them: the search's memory is that of the first
+            made |= {(row["model"], row["mesh"], row["search"]): row for row in fresh}
             with chosen.results.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in fresh)
+    rows = list(made.values())
     names, meshes = list(MODELS), [*REAL, *VIRTUAL]
     rows.sort(key=lambda row: (names.index(row["model"]), meshes.index(row["mesh"]), SEARCHES.index(row["search"])))
     table = Table(*COLUMNS)
