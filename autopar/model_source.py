@@ -55,7 +55,7 @@ def load_model(text: str) -> ModelSource:
         made = load_hugging_face(text) if text.startswith(PREFIX) else load_factory(text)()
     except AutoparError:
         raise
-    except Exception as problem:
+    except Exception as problem:  # a user's factory, or transformers on a user's configuration, may raise anything
         raise _failed(f"{text} failed", problem) from problem
     return _checked(text, made)
 
@@ -103,7 +103,7 @@ def _import(name: str) -> ModuleType:
             f"there is no module {missing}",
             fix="run from the folder that holds it, or install its package",
         ) from None
-    except Exception as problem:
+    except Exception as problem:  # so may a user's module
         raise _failed(f"module {name} cannot be imported", problem) from problem
 
 

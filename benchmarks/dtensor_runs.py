@@ -98,7 +98,7 @@ def _run(
         args, kwargs = pytree.tree_unflatten(placed, spec)
         results = as_outputs(op(*args, **kwargs))
         whole = [None if result is None else _whole(result) for result in results]
-    except Exception:  # whatever an op raises under DTensor, the user's program stops there
+    except Exception:  # an op may raise anything under DTensor: whatever it is, the user's program stops there
         return TheirRuns(tried=1, refused=1)
     kept = any(isinstance(it, DTensor) and not it.placements[0].is_replicate() for it in results)
     off_by = worst_error(whole, expected)

@@ -128,7 +128,7 @@ def _clean_errors() -> Iterator[None]:
             fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens "
             "that each was given: autopar.nn.Experts, or transformers' experts interface, each of which becomes one op",
         ) from error
-    except Exception as error:  # whatever the user's model raises
+    except Exception as error:  # the user's model may raise anything, also through ours, and `from` keeps what it was
         raise CaptureError(
             f"the model cannot be traced: {type(error).__name__}: {error}",
             where=raising_line(error.__traceback__),

@@ -134,7 +134,7 @@ def _digest(text: str) -> str:
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return make(), None
-    except Exception as error:
+    except Exception as error:  # nothing is hidden: the caller raises it here, once it has told the other ranks
         return None, error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -23,12 +24,20 @@ from autopar.zoo.models import TABLE, make
 from autopar.zoo.more import MORE, make_more
 from autopar.zoo.plain import PLAIN, make_plain
 
+T = TypeVar("T")
 Make = Callable[[str], tuple[nn.Module, Any]]
 FAMILIES: Mapping[str, tuple[Mapping[str, Any], Make]] = {
     "zoo": (TABLE, make),
     "more": (MORE, make_more),
     "plain": (PLAIN, make_plain),
 }
+
+
+class Verdict(NamedTuple):
+    """How a cell ended."""
+
+    verdict: str  # verified, refused or wrong
+    detail: str  # the worst relative error and its tensor, or why it was refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +104,14 @@ def check_virtually(cells: Cells, *, hardware: str) -> Iterator[Outcome]:
 
 
 def _check(name: str, meshes: Mapping[str, Sequence[str]], hardware: str) -> Iterator[Outcome]:
-    try:
-        found = specimen(name)
-    except Exception as error:  # whatever a stage raises is the outcome of the cell
-        for mesh, plans in meshes.items():
-            yield from (Outcome(name, mesh, plan, *refusal(error)) for plan in plans)
-        return
+    found = attempted(lambda: specimen(name))
     for mesh, plans in meshes.items():
+        if isinstance(found, Verdict):
+            yield from (Outcome(name, mesh, plan, *found) for plan in plans)
+            continue
         bench = _Bench(found, Mesh(parse_mesh_shape(mesh), hardware=hardware))
         for plan in plans:
-            yield Outcome(name, mesh, plan, *bench.verdict(plan))
+            yield Outcome(name, mesh, plan, *attempted(partial(bench.verdict, plan)))
 
 
 @dataclass
@@ -113,30 +120,35 @@ class _Bench:
 
     found: Specimen
     mesh: Mesh
-    known: dict[object, tuple[str, str]] = field(default_factory=dict)  # by what a plan decides
+    known: dict[object, Verdict] = field(default_factory=dict)  # by what a plan decides
 
-    def verdict(self, plan: str) -> tuple[str, str]:
-        """(verified, refused or wrong; details)."""
-        try:
-            planned = plan_program(self.found.program, self.mesh, make_options(plan, None, None, ()))
-            assignment = planned.assignment
-            decided = planned.choice, frozenset(assignment.recomputed), frozenset(assignment.gathered_once)
-            if decided not in self.known:
-                self.known[decided] = judged(self.found.verify(assignment, self.mesh))
-        except Exception as error:  # whatever a stage raises is the outcome of the cell
-            return refusal(error)
+    def verdict(self, plan: str) -> Verdict:
+        """Verified or wrong. Raises what planning and running raise."""
+        planned = plan_program(self.found.program, self.mesh, make_options(plan, None, None, ()))
+        assignment = planned.assignment
+        decided = planned.choice, frozenset(assignment.recomputed), frozenset(assignment.gathered_once)
+        if decided not in self.known:
+            self.known[decided] = judged(self.found.verify(assignment, self.mesh))
         return self.known[decided]
 
 
-def judged(report: Report) -> tuple[str, str]:
-    """(verdict, details) of what was compared."""
+def judged(report: Report) -> Verdict:
+    """The verdict of what was compared."""
     detail = f"{report.worst_relative_error:.1e} {report.worst_tensor}"
-    return ("verified" if report.ok else "wrong"), detail
+    return Verdict("verified" if report.ok else "wrong", detail)
 
 
-def refusal(error: Exception) -> tuple[str, str]:
-    """(verdict, details) of an error: one that is not of our own classes is a fault of ours."""
+def attempted(stage: Callable[[], T]) -> T | Verdict:
+    """What a stage returns; where it raises, the verdict of its cells."""
+    try:
+        return stage()
+    except Exception as error:  # nothing is hidden: whatever is raised is what the cell shows
+        return _refusal(error)
+
+
+def _refusal(error: Exception) -> Verdict:
+    """An error that is not of our own classes is a fault of ours."""
     if not isinstance(error, AutoparError):
-        return "wrong", f"{type(error).__name__}: {error}"
+        return Verdict("wrong", f"{type(error).__name__}: {error}")
     where = f", at {error.where}" if error.where else ""
-    return "refused", f"{type(error).__name__}: {error.what}{where}"
+    return Verdict("refused", f"{type(error).__name__}: {error.what}{where}")

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 from autopar.api import verify
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
-from autopar.zoo.checking import Cells, Outcome, judged, make_model, refusal
+from autopar.zoo.checking import Cells, Outcome, Verdict, attempted, judged, make_model
 
 GLOO = "gloo "  # before the mesh, in an outcome
 POLL_S = 0.5
@@ -52,7 +53,7 @@ def _rank(rank: int, folder: str, mesh: str, plans: Mapping[str, Sequence[str]],
     live = init_device_mesh("cpu", parse_mesh_shape(mesh))
     for name, wanted in plans.items():
         for plan in wanted:
-            outcome = Outcome(name, GLOO + mesh, plan, *_verdict(name, live, plan, hardware))
+            outcome = Outcome(name, GLOO + mesh, plan, *attempted(partial(_verdict, name, live, plan, hardware)))
             if rank == 0:
                 with (Path(folder) / "outcomes").open("a") as file:
                     file.write(json.dumps(asdict(outcome)) + "\n")
@@ -60,9 +61,6 @@ def _rank(rank: int, folder: str, mesh: str, plans: Mapping[str, Sequence[str]],
     dist.destroy_process_group()
 
 
-def _verdict(name: str, live: DeviceMesh, plan: str, hardware: str) -> tuple[str, str]:
+def _verdict(name: str, live: DeviceMesh, plan: str, hardware: str) -> Verdict:
     model, inputs = make_model(name)
-    try:
-        return judged(verify(model, live, example_inputs=inputs, search=plan, hardware=hardware))
-    except Exception as error:  # whatever a stage raises is the outcome of the cell
-        return refusal(error)
+    return judged(verify(model, live, example_inputs=inputs, search=plan, hardware=hardware))

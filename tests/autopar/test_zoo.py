@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from autopar.cli import main
+from autopar.errors import MeshError
 from autopar.zoo import commands
-from autopar.zoo.checking import FAMILIES, Outcome, names_of
+from autopar.zoo.checking import FAMILIES, Outcome, Verdict, attempted, names_of
 from autopar.zoo.models import TABLE, make
 from autopar.zoo.page import write_page
 
@@ -54,6 +55,23 @@ def test_a_result_that_is_not_equal_ends_with_1(
     wrong = Outcome("adapters", "2", "ddp", "wrong", "1.0e+00 base.weight")
     monkeypatch.setattr(commands, "check_virtually", lambda *_, **__: [wrong])
     assert run(capsys, "--only", "adapters", "--mesh", "2", "--plans", "ddp")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (MeshError("no such mesh", fix="name another"), Verdict("refused", "MeshError: no such mesh")),
+        (KeyError("relu"), Verdict("wrong", "KeyError: 'relu'")),
+    ],
+)
+def test_what_a_stage_raises_is_shown_and_is_a_refusal_only_in_our_own_words(
+    error: Exception, verdict: Verdict
+) -> None:
+    def stage() -> str:
+        raise error
+
+    assert attempted(stage) == verdict
+    assert attempted(lambda: "a report") == "a report"
 
 
 @pytest.mark.slow

@@ -117,13 +117,14 @@ class _ActivationWriter(Writer):
         """The text; None where the layer's own code does something else."""
         run = self._module._apply_gate if self._module.has_gate else self._module.act_fn
         try:
-            with self:
-                result = run(self._sample)
-        except Exception:  # whatever the layer's code raises on the sample
-            return None
-        if not isinstance(result, Tensor) or result.shape != SAMPLE_SHAPE:
+            run(self._sample.clone())
+        except Exception:  # a user's layer may raise anything on such a sample; below, the fault would be ours
             return None
         try:
+            with self:
+                result = run(self._sample)
+            if not isinstance(result, Tensor) or result.shape != SAMPLE_SHAPE:
+                return None
             return self.text([result])
         except NotPointwiseError:
             return None

@@ -153,7 +153,7 @@ def find(call: OpCall, device: str, *, is_checked: bool) -> Finding:
             return _Finder(_Bench(call, device), is_checked).run()
         except _Nothing as nothing:
             return nothing.finding
-        except NotImplementedError as error:  # as of the sum of two tensors in a rare dtype
+        except NotImplementedError as error:  # of PyTorch alone, as of the sum of two tensors in a rare dtype
             return Finding((), f"its values cannot be compared ({error})")
 
 

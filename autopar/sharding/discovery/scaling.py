@@ -96,7 +96,7 @@ class Problem:
         args, kwargs = self.arguments(tensors)
         try:
             value = self.target(*args, **kwargs)
-        except Exception:  # whatever an op says to inputs that it cannot take
+        except Exception:  # an op, a user's among them, may raise anything on inputs that it cannot take
             return None
         return (value,) if isinstance(value, torch.Tensor) else tuple(walk(value))
 

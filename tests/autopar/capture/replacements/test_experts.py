@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from transformers.integrations import moe
 
 import autopar
 from autopar.capture.program import Program
-from autopar.capture.replacements.experts import traceable_experts
+from autopar.capture.replacements import experts
+from autopar.capture.replacements.experts import activation_of, traceable_experts
 from autopar.capture.trace import capture, tensor_leaves
 from autopar.verification import compare, eager_values, traced_values
 
@@ -174,3 +176,28 @@ def test_products_in_groups_of_every_form_are_those_of_torch(operands: str) -> N
     expected = eager_values(model, program, args, {})
     report = compare(traced_values(model, program, tensor_leaves(args, {}), seed=0), expected, reference="eager")
     assert report.ok, report.table
+
+
+class Raising(nn.Module):
+    """An activation that takes no sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise LookupError("no table for these values")
+
+
+def layer_without_gate(activation: nn.Module) -> SimpleNamespace:
+    return SimpleNamespace(has_gate=False, is_concatenated=True, _is_expert_parallel=False, act_fn=activation)
+
+
+def test_what_an_activation_raises_on_a_sample_is_no_error_but_a_fault_of_ours_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert activation_of(layer_without_gate(Raising()), torch.float32) is None
+    assert activation_of(layer_without_gate(nn.SiLU()), torch.float32) == "y0 = aten.silu.default(x0); y0"
+
+    def fault(*_: Any) -> bool:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(experts._ActivationWriter, "is_structure", fault)
+    with pytest.raises(KeyError, match="ours"):
+        activation_of(layer_without_gate(nn.SiLU()), torch.float32)
