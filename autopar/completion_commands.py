@@ -49,7 +49,7 @@ def run_completion(chosen: argparse.Namespace) -> int:
     parser = chosen.parser
     for action in _actions(parser):
         if action.type is Path or action.dest in FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+            vars(action)["complete"] = shtab.FILE  # where shtab looks for it
         elif action.dest in NAMES:
             action.choices = NAMES[action.dest]()
     script = shtab.complete(parser, chosen.shell)

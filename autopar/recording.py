@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,8 @@ def _read(data: Any) -> Recording:
 
 def _span(values: Any) -> Span:
     named = dict(zip([item.name for item in fields(Span)], values, strict=True))
-    checks = {"str": _text, "float": _seconds, "int": int}
-    made = Span(**{item.name: checks[str(item.type)](named[item.name]) for item in fields(Span)})  # type: ignore[operator]
+    checks: dict[str, Callable[[Any], Any]] = {"str": _text, "float": _seconds, "int": int}
+    made = Span(**{item.name: checks[str(item.type)](named[item.name]) for item in fields(Span)})
     if made.kind not in (*OP_KINDS, *STAGE_KINDS) or made.end_s < made.start_s:
         raise ValueError(f"{values!r:.80} is no span")
     return made

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.multiprocessing.spawn import ProcessContext, spawn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -37,18 +38,21 @@ __all__ = [
     "broadcast_shapes",
     "has_kernel",
     "is_implicit_composite",
+    "join_ranks",
     "outside_tracing",
     "overload_of",
     "python_kernels",
     "registrations",
     "run_load_hooks",
+    "run_ranks",
     "set_dtensor_content",
+    "start_ranks",
     "without_autocast_cache",
     "without_dispatch",
 ]
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its `__init_subclass__` has no types
     """`TorchDispatchMode` with types: what a subclass's `__torch_dispatch__` returns is the result of each op."""
 
     def __init__(self) -> None:
@@ -70,6 +74,28 @@ def apply_function(function: type[torch.autograd.Function], *arguments: object) 
     """`function.apply(*arguments)`, with types."""
     apply: Callable[..., Any] = function.apply
     return apply(*arguments)
+
+
+def start_ranks(function: Callable[..., object], ranks: int, *arguments: object) -> ProcessContext:
+    """`torch.multiprocessing.spawn` with types: `function(rank, *arguments)` in a process per rank, not waited for."""
+    start: Callable[..., ProcessContext] = spawn
+    return start(function, arguments, nprocs=ranks, join=False)
+
+
+def run_ranks(function: Callable[..., object], ranks: int, *arguments: object) -> None:
+    """`start_ranks`, until all have ended."""
+    running = start_ranks(function, ranks, *arguments)
+    while not join_ranks(running, None):
+        pass
+
+
+def join_ranks(running: ProcessContext, timeout_s: float | None) -> bool:
+    """Whether all processes of `start_ranks` have ended; waits for one of them, at most as long as that.
+
+    Raises what one of them raised.
+    """
+    join: Callable[..., bool] = running.join
+    return join(timeout=timeout_s)
 
 
 def autograd_sequence_number() -> int:

@@ -30,7 +30,7 @@ def chosen(samples: dict[OpCall, Sample]) -> list[Sample]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="op overloads whose name starts so")
     only = parser.parse_args().only or ""
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.nn import Experts
 from autopar.nn.routing import Routing
+from autopar.torch_compat import apply_function, run_ranks
 
 RANKS, CHOICES = 2, 2
 
@@ -107,7 +108,7 @@ class ByHand(nn.Module):
         sent = counts.view(RANKS, -1).sum(1).tolist()
         theirs = theirs.view(RANKS, -1)
         token = order // CHOICES
-        received = _AllToAll.apply(x[token], theirs.sum(1).tolist(), sent)  # type: ignore[no-untyped-call]
+        received = apply_function(_AllToAll, x[token], theirs.sum(1).tolist(), sent)
         expert = torch.arange(self.own).repeat(RANKS).repeat_interleave(theirs.flatten())
         by_expert = expert.argsort(stable=True)
         sizes = theirs.sum(0).tolist()
@@ -118,7 +119,7 @@ class ByHand(nn.Module):
             else self._compute(rows, sizes)
         )
         home = torch.empty_like(out).index_copy(0, by_expert, out)
-        back = _AllToAll.apply(home, sent, theirs.sum(1).tolist())  # type: ignore[no-untyped-call]
+        back = apply_function(_AllToAll, home, sent, theirs.sum(1).tolist())
         mixed = torch.zeros_like(x).index_add(0, token, back * weights.flatten()[order, None])
         return mixed.square().sum() / (RANKS * x.numel())
 
@@ -210,11 +211,10 @@ def run(rank: int, store: str, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=15)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", parser.parse_args().repeats)
-        torch.multiprocessing.spawn(run, arguments, nprocs=RANKS)  # type: ignore[attr-defined]
+        run_ranks(run, RANKS, f"{folder}/store", parser.parse_args().repeats)
 
 
 if __name__ == "__main__":

@@ -39,19 +39,12 @@ from autopar.nn import (
     SwitchGate,
     TopKGate,
 )
+from autopar.torch_compat import run_ranks
 from autopar.verification import Report
 from benchmarks.tables import line
+from tests.autopar.nn.routings import constant_router
 
 WIDTH, HIDDEN, BATCH, GLOO_RANKS = 16, 8, 32, 4
-
-
-def constant(gate: Gate, logits: list[float]) -> Gate:
-    """A router whose logits are these for every token whose first number is 1."""
-    with torch.no_grad():
-        weight = gate.get_parameter("weight")
-        weight.zero_()
-        weight[:, 0] = torch.tensor(logits)
-    return gate
 
 
 GATES: dict[str, Callable[[], Gate]] = {
@@ -64,8 +57,8 @@ GATES: dict[str, Callable[[], Gate]] = {
     "expert choice": lambda: ExpertChoiceGate(WIDTH, 8),
     "balanced": lambda: BalancedGate(WIDTH, 8),
     "sigmoid, groups, shared expert": lambda: SigmoidGate(WIDTH, 8, 2, group_limit=GroupLimit(4, 2)),
-    "all tokens to one expert": lambda: constant(TopKGate(WIDTH, 8, 1), [0.0, 0, 0, 9, 0, 0, 0, 0]),
-    "all to one, capacity 1.25": lambda: constant(
+    "all tokens to one expert": lambda: constant_router(TopKGate(WIDTH, 8, 1), [0.0, 0, 0, 9, 0, 0, 0, 0]),
+    "all to one, capacity 1.25": lambda: constant_router(
         TopKGate(WIDTH, 8, 1, capacity_factor=1.25), [0.0, 0, 0, 9, 0, 0, 0, 0]
     ),
     "10 experts": lambda: TopKGate(WIDTH, 10, 2),
@@ -171,14 +164,14 @@ def run_gloo(rank: int, folder: str, only: str) -> None:
 
 def on_gloo(only: str) -> dict[tuple[str, str], str]:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_gloo, (folder, only), nprocs=GLOO_RANKS)  # type: ignore[attr-defined]
+        run_ranks(run_gloo, GLOO_RANKS, folder, only)
         with open(f"{folder}/cells") as file:
             rows = [row.rstrip("\n").split("\t") for row in file]
     return {(gate, way): cell for gate, way, cell in rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="a word in the names of the rows")
     parser.add_argument("--ways", default="", help="how the names of the columns begin: 8, 16 or gloo")
     arguments = parser.parse_args()

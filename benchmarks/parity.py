@@ -185,7 +185,7 @@ def write_docs(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--searches", default=",".join(SEARCHES))
     parser.add_argument("--meshes", default=",".join((*REAL, *VIRTUAL)))

@@ -157,7 +157,7 @@ def _cost(problem: Problem, strategy: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=CASES, help=argparse.SUPPRESS)  # in this process, as JSON
     parser.add_argument("--case", choices=CASES, action="append", help="measure these alone")
     parser.add_argument(

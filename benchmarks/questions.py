@@ -98,7 +98,7 @@ def explained() -> tuple[int, int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", choices=PINS, help=argparse.SUPPRESS)
     parser.add_argument("--write-docs", action="store_true")
     chosen = parser.parse_args()

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_models.hardware import load_profile
+from autopar.torch_compat import run_ranks
 from benchmarks.step_times.measure import Record, measure
 from benchmarks.step_times.models import HELD_OUT, LOOKED_AT
 from benchmarks.tables import RESULTS, append, latest, line, stamp, write_table
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.profile:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(run_rank, (f"{folder}/store", options), nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+            run_ranks(run_rank, RANKS, f"{folder}/store", options)
     order = list(MODELS)
     records = latest(options.results, lambda item: (order.index(item["model"]), item["search"]))
     print("\n".join(by_op(records) if options.ops else lines(records)))

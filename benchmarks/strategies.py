@@ -64,7 +64,7 @@ def least_seconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write-docs", action="store_true")
     write_docs = parser.parse_args().write_docs
     torch.set_num_threads(1)

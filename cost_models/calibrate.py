@@ -212,7 +212,8 @@ def _collective(world: World, kind: str, size: int) -> Case | None:
     whole = torch.ones(elements, device=world.device)
     part = torch.ones(elements // world.ranks, device=world.device)
     other = torch.ones_like(whole)
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name  # type: ignore[union-attr]
+    assert dist.group.WORLD is not None
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     splits = [elements // world.ranks] * world.ranks
     starts: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: ops.all_reduce_(whole, "sum", name),  # in place: its copy has a price of its own

@@ -167,8 +167,9 @@ def fit_axis(axis: AxisLinks, samples: Sequence[CollectiveSample]) -> AxisLinks:
             broadcast_fraction=shares[4],
         )
         protocols = tuple(replace(item, base_s=item.base_s * start) for item in axis.protocols)
-        side = {"inter": fitted} if axis.nodes > 1 else {"intra": fitted}
-        return replace(axis, protocols=protocols, **side)  # type: ignore[arg-type]
+        if axis.nodes > 1:
+            return replace(axis, protocols=protocols, inter=fitted)
+        return replace(axis, protocols=protocols, intra=fitted)
 
     def errors(logs: npt.NDArray[np.float64]) -> list[float]:
         tried = moved(logs)

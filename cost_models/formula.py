@@ -25,7 +25,7 @@ Numeric: TypeAlias = float | int | np.number[Any] | npt.NDArray[Any]  # what a c
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
-class _BroadcastingPrinter(NumPyPrinter):  # type: ignore[misc]
+class _BroadcastingPrinter(NumPyPrinter):  # type: ignore[misc]  # sympy has no types
     """Prints Max and Min as nested numpy.maximum and numpy.minimum, so that scalars and arrays mix."""
 
     def _print_Max(self, expr: sympy.Max) -> str:

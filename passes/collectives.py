@@ -11,7 +11,7 @@ from autopar.ops import dispatch as _dispatch  # noqa: F401  (registers autopar:
 
 _c10d = torch.ops._c10d_functional
 
-KIND_OF = {
+KIND_OF: dict[object, str] = {
     _c10d.all_reduce.default: "all_reduce",
     _c10d.all_gather_into_tensor.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
@@ -33,7 +33,7 @@ def is_wait(node: fx.Node) -> bool:
 
 def collective_kind(node: fx.Node) -> str:
     """all_reduce, all_gather, reduce_scatter, all_to_all or broadcast."""
-    return KIND_OF[node.target]  # type: ignore[index]
+    return KIND_OF[node.target]
 
 
 def collective_splits(node: fx.Node) -> tuple[list[int], list[int]] | None:

@@ -99,7 +99,7 @@ class _Inserter:
             views.append(value)
             value = base
             while value.target is move:  # of the view's own input: the copy is whole, whatever layout the view had
-                value = value.args[0]  # type: ignore[assignment]
+                (value,) = value.all_input_nodes
         node = self.moves[value, goal, "forward"]
         whole = Strategy((Rule((REPLICATE,), (REPLICATE,)),) * len(goal))
         for view in reversed(views):

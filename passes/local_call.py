@@ -56,9 +56,9 @@ class GraphBuilder:
         target = torch.ops._c10d_functional.all_reduce.default
         return self.collective(target, node, node.meta["val"].shape, reduce_op, self.geometry.group_names[axis])
 
-    def collective(self, target: Callable[..., Any], node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+    def collective(self, target: torch._ops.OpOverload, node: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """A collective that makes a contiguous tensor of `shape`, waited for."""
-        started = self.graph.create_node("call_function", target, (node, *args), {}, target.overloadpacket.__name__)  # type: ignore[attr-defined]
+        started = self.graph.create_node("call_function", target, (node, *args), {}, target.overloadpacket.__name__)
         started.meta.update(self.meta)
         value = value_of(node)
         started.meta["val"] = self.fake_calls.empty(tuple(shape), value.dtype, value.device)

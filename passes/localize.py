@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +111,7 @@ class Localizer:
         value = self.values[producer]
         if isinstance(value, tuple):
             return value[index]
-        return self.build.op(node.target, value, index)  # type: ignore[arg-type]
+        return self.build.op(operator.getitem, value, index)
 
     def _move(self, node: fx.Node) -> fx.Node:
         tensor, source, target = node.args

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.passes.complex_pairs import as_pairs, from_pairs
 from autopar.passes.local_call import GraphBuilder
@@ -147,8 +148,8 @@ _STEPS = {
 }
 
 
-def _dim(placement: object) -> int:
-    dim = shard_dim(placement)  # type: ignore[arg-type]
+def _dim(placement: Placement) -> int:
+    dim = shard_dim(placement)
     assert dim is not None
     return dim
 

@@ -19,6 +19,7 @@ from autopar.passes.schedule_collectives import is_heavy
 from autopar.passes.split_phases import backward_nodes
 from autopar.passes.storages import view_base, view_root
 from autopar.sharding.assignment import VALUE_OF
+from autopar.sharding.op_call import target_of
 
 HEAVY_OPS = 4  # that a copy to the host or back may run beside: about a layer of a transformer
 PACKS = "packs"
@@ -130,9 +131,8 @@ class _Packer:
             assert base is not None
             source = self._view(base, copies, first)
             with self.build.graph.inserting_before(first):
-                args, kwargs = (fx.map_arg(it, lambda arg: source if arg is base else arg)
-                                for it in (node.args, node.kwargs))  # fmt: skip
-                copies[node] = self.build.op(node.target, *args, **kwargs)  # type: ignore[arg-type]
+                args, kwargs = fx.map_arg(node.args, lambda _: source), fx.map_arg(node.kwargs, lambda _: source)
+                copies[node] = self.build.op(target_of(node), *args, **kwargs)
         return copies[node]
 
 

@@ -92,5 +92,5 @@ class _Copier:
 def _op_of(node: fx.Node) -> fx.Node:
     """The op whose value, or one of whose values, a node is."""
     while is_getitem(node):
-        node = node.args[0]  # type: ignore[assignment]
+        (node,) = node.all_input_nodes
     return node

@@ -59,6 +59,18 @@ def test_every_todo_names_its_issue() -> None:
     assert not wrong, f"write {mark}(#issue):\n" + "\n".join(wrong)
 
 
+def test_what_silences_a_type_checker_or_catches_everything_says_why() -> None:
+    broad = re.compile(r"type: ignore(\[[\w, -]+\])?|except (Base)?Exception( as \w+)?:")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in python_files(*CODE_FOLDERS)
+        if ROOT / "tests" not in path.parents
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := broad.search(line)) and not re.match(r"\s+# \w", line[found.end() :])
+    ]
+    assert not wrong, "type it, or narrow it; else say on the line why it is right:\n" + "\n".join(wrong)
+
+
 def test_every_test_name_is_a_sentence() -> None:
     short = []
     for path in python_files("tests"):

@@ -7,7 +7,7 @@ beside the device's, which `autopar.runtime.memory_tracker` counts apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,21 +19,23 @@ from autopar.ops.define import fake_of, op
 BITS = 8  # to a byte
 BITS_AT_ONCE = 1 << 24  # elements: bounds what packing bits holds beside its operands
 BLOCK = 256  # elements that share a scale
+COPIED = "copied"  # the attribute of a copy that is under way: the event of its end
 
 
 @cache
 def _copy_stream(device: torch.device, direction: str) -> Any:
     """The stream for copies of one direction: the two run beside each other, as the link is duplex."""
-    return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+    make: Callable[..., Any] = torch.cuda.Stream
+    return make(device=device)
 
 
 def _copied_beside(target: Tensor, source: Tensor, device: torch.device, direction: str) -> Tensor:
-    """Start copying; `copied` of the target, an event, tells when it is done."""
+    """Start copying; an event in the target's own attributes tells when it is done."""
     stream = _copy_stream(device, direction)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-    target.copied = stream.record_event()  # type: ignore[attr-defined]
+    vars(target)[COPIED] = stream.record_event()
     return target
 
 
@@ -59,7 +61,7 @@ def reload(host: Tensor, device: torch.device) -> Tensor:
 @op("wait_copy(Tensor copy, Tensor source) -> Tensor")
 def wait_copy(copy: Tensor, source: Tensor) -> Tensor:
     """`copy` itself, once it is complete; `source`, what it is a copy of, lives until then."""
-    event = getattr(copy, "copied", None)
+    event = vars(copy).get(COPIED)
     if event is not None:
         device = copy.device if copy.device.type == "cuda" else source.device
         torch.cuda.current_stream(device).wait_event(event)

@@ -71,14 +71,19 @@ class _Builder:
     def _packed_states(self, index: int, pin: str | None) -> tuple[Packed, ...]:
         """Unless it is pinned, only what costs next to nothing: the rest is for `Fit`."""
         states = self.packed.states(index, pin)
-        return tuple(it for it in states if pin or it.word != "offload" or self.base.groups[index] in self._hidden)  # type: ignore[index]
+        return tuple(it for it in states if pin or it.word != "offload" or self._classes[index] in self._hidden)
 
     @cached_property
     def _hidden(self) -> set[int]:
         """The classes whose members' copies to the host are all hidden."""
-        groups, hidden = self.base.groups, self.packed.packing.link.hidden
-        assert groups is not None
-        return {groups[index] for index in hidden} - {groups[index] for index in self.saved.keys() - hidden}
+        classes, hidden = self._classes, self.packed.packing.link.hidden
+        return {classes[index] for index in hidden} - {classes[index] for index in self.saved.keys() - hidden}
+
+    @property
+    def _classes(self) -> tuple[int, ...]:
+        """By decision: its class, of which every problem of a planner has one."""
+        assert self.base.groups is not None
+        return self.base.groups
 
     def build(self, limit: float) -> Joint | None:
         if self._pairs() > MAX_PAIRS:

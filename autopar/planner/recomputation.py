@@ -293,8 +293,9 @@ class _Builder:
 
     def _will_do(self, source: int, state: State, reading: State) -> bool:
         """Whether what is held of a source is enough for what is recomputed from it."""
-        packed = isinstance(state, Packed) and isinstance(reading, int)
-        return not packed or self.of.packed.forms.is_whole(source, state.word)  # type: ignore[union-attr]
+        if not isinstance(state, Packed) or not isinstance(reading, int):
+            return True
+        return self.of.packed.forms.is_whole(source, state.word)
 
     def _add_pieces(self, node: int, value: SavedValue, options: tuple[State, ...]) -> None:
         """A follower per interval, which holds the value or does not."""

@@ -103,8 +103,13 @@ def call_of(node: fx.Node) -> OpCall:
     """The call that a `call_function` node makes; its value must be in `node.meta["val"]`."""
     outputs = tuple(spec_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in walk(node.meta["val"]))
     kwargs = tuple((name, freeze(item)) for name, item in node.kwargs.items())
+    return OpCall(target_of(node), freeze(node.args), kwargs, outputs)
+
+
+def target_of(node: fx.Node) -> Callable[..., Any]:
+    """What a `call_function` node calls."""
     assert callable(node.target)
-    return OpCall(node.target, freeze(node.args), kwargs, outputs)
+    return node.target
 
 
 def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:

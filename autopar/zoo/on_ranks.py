@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 from autopar.api import verify
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
+from autopar.torch_compat import join_ranks, start_ranks
 from autopar.zoo.checking import Cells, Outcome, Verdict, attempted, judged, make_model
 
 GLOO = "gloo "  # before the mesh, in an outcome
@@ -30,11 +30,10 @@ def check_on_ranks(cells: Cells, *, hardware: str) -> Iterator[Outcome]:
         plans = {name: tuple(meshes[mesh]) for name, meshes in cells.items() if mesh in meshes}
         ranks = Mesh(parse_mesh_shape(mesh)).size
         with tempfile.TemporaryDirectory() as folder:
-            given = (folder, mesh, plans, hardware, ranks)
-            running = spawn(_rank, given, nprocs=ranks, join=False)  # type: ignore[no-untyped-call]
+            running = start_ranks(_rank, ranks, folder, mesh, plans, hardware, ranks)
             seen, ended = 0, False
             while not ended:
-                ended = running.join(timeout=POLL_S)
+                ended = join_ranks(running, POLL_S)
                 lines = _lines(Path(folder))
                 yield from (Outcome(**json.loads(line)) for line in lines[seen:])
                 seen = len(lines)
