@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ import torch
 import autopar
 from autopar.errors import MemoryLimitError
 from autopar.zoo.models import make
+from benchmarks.tables import ROOT, table_in, write_table
 
 MODELS = ("gpt2", "llama", "mistral", "bert", "t5", "vit", "gpt_neox", "opt", "bloom", "distilbert", "roberta", "mamba")
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
-DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
-BEGIN, END = "<!-- memory_promise: begin -->", "<!-- memory_promise: end -->"
+DOCS = ROOT / "docs" / "memory.md"
 HEAD = (
     "| model | budget | limit | promised | measured | promised / measured | overhead | not kept | right |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -85,18 +84,13 @@ def promises(name: str, mesh_shape: tuple[int, ...], search: str, hardware: str)
 
 def write_docs(fresh: Sequence[Kept], hardware: str) -> None:
     """Put the rows of a model into the table of the page, in place of its own if there are any."""
-    text = DOCS.read_text(encoding="utf-8")
-    start, _, rest = text.partition(BEGIN)
-    table, _, end = rest.partition(END)
-    rows = [
-        line for line in table.splitlines() if line.startswith("| ") and not line.startswith(f"| {fresh[0].model} |")
-    ]
+    table = table_in(DOCS, "memory_promise")
+    rows = [line for line in table if line.startswith("| ") and not line.startswith(f"| {fresh[0].model} |")]
     rows = [line for line in rows if not line.startswith(("| model", "| ---"))] + [kept.row for kept in fresh]
     machine = (
         f"{platform.machine()}, {platform.system()}, torch {torch.__version__}, {date.today()}, profile {hardware}"
     )
-    body = f"\n{machine}:\n\n{HEAD}\n" + "\n".join(rows) + "\n\n"
-    DOCS.write_text(start + BEGIN + body + END + end, encoding="utf-8")
+    write_table(DOCS, "memory_promise", [f"{machine}:", "", HEAD, *rows, ""])
 
 
 def main() -> int:

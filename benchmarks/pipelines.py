@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import autopar
 from autopar.errors import AutoparError
 from autopar.zoo.plain import make_plain
+from benchmarks.tables import ROOT, write_table
 from tests.autopar.models import MODELS
 
-PAGE = Path(__file__).parents[1] / "docs/pipelines.md"
+PAGE = ROOT / "docs/pipelines.md"
 MICROBATCHES = (1, 2, 4, 8)
 MESHES = {
     "2 stages": autopar.Mesh((2,), ("pp",), hardware="cpu"),
@@ -94,7 +94,7 @@ def run(name: str, make: Callable[[], Any]) -> Line:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="gpt2,llama,t5,vit,resnet,unet")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/pipelines.md")
     chosen = parser.parse_args()
@@ -109,10 +109,7 @@ def main() -> None:
         print(line.text(), f"{time.monotonic() - started:.0f} s", *line.wrong, sep="\n", flush=True)
     if chosen.write_docs:
         said = f"{platform.machine()}, one process, {datetime.now(UTC):%Y-%m-%d}."
-        text = PAGE.read_text()
-        begin, end = "<!-- pipeline parity: begin -->", "<!-- pipeline parity: end -->"
-        head, rest = text.split(begin)
-        PAGE.write_text(f"{head}{begin}\n" + "\n".join([said, "", *lines]) + f"\n{end}{rest.split(end)[1]}")
+        write_table(PAGE, "pipeline parity", [said, "", *lines])
 
 
 if __name__ == "__main__":

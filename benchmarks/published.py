@@ -1,6 +1,6 @@
 """Cost models against published measurements: prints every table's error beside its target.
 
-    python benchmarks/published.py [--data DIR] [--rows] [--fit] [--write-docs]
+    python -m benchmarks.published [--data DIR] [--rows] [--fit] [--write-docs]
 
 `--data` is any folder with files of the same names and columns as `benchmarks/data` (files that are not there are
 passed over). Without it the shipped tables are used: "fitted half" is their even rows, "judged half" the odd
@@ -14,15 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from published_tables import collectives, fitting, memory, pipelines, transformers
-from published_tables.comparison import Claim, Table, TableError
+from benchmarks.published_tables import collectives, fitting, memory, pipelines, transformers
+from benchmarks.published_tables.comparison import Claim, Table, TableError
+from benchmarks.tables import ROOT, write_table
 
 SHIPPED = Path(__file__).parent / "data"
-DOCS = Path(__file__).parent.parent / "docs" / "cost_models.md"
+DOCS = ROOT / "docs" / "cost_models.md"
 FILES = ", ".join(sorted(path.name for path in SHIPPED.iterdir() if path.suffix in (".csv", ".json")))
-BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 
 
 def every_table(folder: Path, *, fitted_half: slice) -> list[Table]:
@@ -71,15 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {row.label:<78} {row.measured:>12.5g} {row.predicted:>12.5g} {100 * row.error:>+7.1f} %")
     print("\n".join(claim_lines(tables)))
     if options.write_docs:
-        write_docs(claim_lines(tables))
+        write_table(DOCS, "published", claim_lines(tables))
     return 0 if all(claim.holds for table in tables for claim in table.claims if claim.rows) else 1
-
-
-def write_docs(lines: Sequence[str]) -> None:
-    """Put the table between the two markers of docs/cost_models.md."""
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCS.write_text("\n".join((before + BEGIN, *lines, END)) + after)
 
 
 def _claim_line(claim: Claim) -> str:

@@ -1,6 +1,6 @@
 """Do the search's objective and the simulator rank plans alike? Fifty random valid plans of each model and mesh.
 
-    python benchmarks/rank_plans.py [--plans 50] [--cases 0,1] [--results FILE] [--write-docs]
+    python -m benchmarks.rank_plans [--plans 50] [--cases 0,1] [--results FILE] [--write-docs]
 
 A random plan is the best one under prices that were changed at random, a little for some plans and beyond recognition
 for others; ddp, fsdp and megatron are among the fifty where they apply. Printed is Spearman's rank correlation of the
@@ -33,13 +33,12 @@ from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.measure import measured_program
 from autopar.planner.prices import Prices
 from autopar.search import FORBIDDEN, Problem, evaluate, solve
+from benchmarks.tables import ROOT, line, write_table
 
-DOCS = Path(__file__).parent.parent / "docs" / "cost_models.md"
-BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
+DOCS = ROOT / "docs" / "cost_models.md"
 TARGET = 0.9
 SOLVE_S = 1.0  # for one random plan: any valid choice will do
-HEAD = ("| model | mesh | hardware | plans | slowest / fastest | Spearman | within 1.5x | lost |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |")  # fmt: skip
+HEAD = ("model", "mesh", "hardware", "plans", "slowest / fastest", "Spearman", "within 1.5x", "lost")
 NEAR, FEW = 1.5, 5  # times the fastest; plans without which a correlation says nothing
 
 
@@ -192,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     chosen = range(len(CASES)) if options.cases is None else map(int, options.cases.split(","))
     known = json.loads(options.results.read_text()) if options.results and options.results.is_file() else {}
-    print("\n".join(HEAD))
-    lines, worst = list(HEAD), 1.0
+    lines, worst = [line(HEAD), line("---" for _ in HEAD)], 1.0
+    print("\n".join(lines))
     for case in (CASES[number] for number in chosen):
         key = f"{case.name} {case.mesh_shape} {case.hardware}"
         if key not in known:
@@ -202,11 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.results.write_text(json.dumps(known))
         found = Outcome(case, *map(tuple, known[key]))
         worst = min(worst, found.correlation)
-        lines.append("| " + " | ".join(found.cells()) + " |")
+        lines.append(line(found.cells()))
         print(lines[-1], flush=True)
     if options.write_docs:
-        before, _, rest = DOCS.read_text().partition(BEGIN)
-        DOCS.write_text("\n".join((before + BEGIN, *lines, END)) + rest.partition(END)[2])
+        write_table(DOCS, "ranks", lines)
     return 0 if worst >= TARGET else 1
 
 

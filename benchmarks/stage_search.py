@@ -1,6 +1,6 @@
 """Stage search on PipeDream's published profiles, under PipeDream's own model of a stage: ours beside theirs.
 
-    python benchmarks/stage_search.py [--quick] [--write-docs]
+    python -m benchmarks.stage_search [--quick] [--write-docs]
 
 A stage of compute c and parameters w on m machines takes (c + 4 (m - 1) w / (B m)) / m a minibatch, and a pipeline as
 long as its longest stage; activations and memory are left out, as in the optimizer of the PipeDream repository whose
@@ -25,13 +25,12 @@ import numpy as np
 
 from autopar.search.stage_ilp import CutSolution, solve_cut
 from autopar.search.stage_problem import Cut, StageOption, StageProblem, best_even_cut, evaluate_cut
+from benchmarks.tables import ROOT, line, write_table
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parent.parent / "docs" / "pipelines.md"
-BEGIN, END = "<!-- stage search: begin -->", "<!-- stage search: end -->"
+DOCS = ROOT / "docs" / "pipelines.md"
 HEAD = ("model", "machines", "GB/s", "data parallel, ms", "even, ms", "published, ms", "PipeDream's optimizer, ms",
         "autopar, ms", "stages x machines", "s")  # fmt: skip
-RULE = "| " + " | ".join(["---"] * len(HEAD)) + " |"
 PUBLISHED = {"vgg16": {4: (3, 1), 8: (7, 1), 16: (15, 1)}, "alexnet": {4: (3, 1), 16: (15, 1)},
              "resnet50": {4: (2, 1, 1), 8: (4, 2, 2), 16: (8, 4, 4)}, "gnmt": {4: (1, 1, 1, 1)}}  # fmt: skip
 
@@ -125,15 +124,15 @@ def rows(folder: Path = DATA, *, most_machines: int = 16) -> Iterator[Row]:
                   seconds)  # fmt: skip
 
 
-def line(row: Row) -> str:
-    """The row of the Markdown table."""
+def cells(row: Row) -> list[str]:
+    """The row of the table."""
     stages = [row.problem.options[option].devices for option in row.ours.cut.options]
     known = PUBLISHED[row.model].get(row.machines)
     published = f"{1e3 * row.published_s:.2f} ({'-'.join(map(str, known or ()))})" if row.published_s else ""
     values = (row.model, row.machines, f"{row.bytes_per_s / 1e9:g}", f"{1e3 * row.data_parallel_s:.2f}",
               f"{1e3 * row.even_s:.2f}", published, f"{1e3 * row.theirs_s:.2f}", f"{1e3 * row.ours.cost.step_s:.2f}",
               "-".join(map(str, stages)), f"{row.seconds:.1f}")  # fmt: skip
-    return "| " + " | ".join(map(str, values)) + " |"
+    return list(map(str, values))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,15 +141,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="four machines only")
     parser.add_argument("--write-docs", action="store_true", help="refresh the table in docs/pipelines.md")
     options = parser.parse_args(arguments)
-    lines, good = ["| " + " | ".join(HEAD) + " |", RULE], True
+    lines, good = [line(HEAD), line("---" for _ in HEAD)], True
     print(*lines, sep="\n")
     for row in rows(most_machines=4 if options.quick else 16):
-        lines.append(line(row))
+        lines.append(line(cells(row)))
         good = good and row.holds
         print(lines[-1], "" if row.holds else "WORSE", f"bound {1e3 * row.ours.bound_s:.2f}", flush=True)
     if options.write_docs:
-        before, _, rest = DOCS.read_text().partition(BEGIN)
-        DOCS.write_text(before + "\n".join([BEGIN, *lines, END]) + rest.partition(END)[2])
+        write_table(DOCS, "stage search", lines)
     return 0 if good else 1
 
 

@@ -57,8 +57,18 @@ def latest(results: Path, key: Callable[[Record], Any]) -> list[Record]:
     return [last[name] for name in sorted(last)]
 
 
+def table_in(page: Path, name: str) -> list[str]:
+    """The lines between the marks `name: begin` and `name: end` of a page."""
+    begin, end = _marks(name)
+    return page.read_text(encoding="utf-8").split(begin)[1].split(end)[0].strip("\n").splitlines()
+
+
 def write_table(page: Path, name: str, lines: Sequence[str]) -> None:
     """Replace what stands between the marks `name: begin` and `name: end` of a page."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = page.read_text().split(begin)
-    page.write_text("\n".join((before + begin, *lines, end)) + rest.split(end)[1])
+    begin, end = _marks(name)
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text("\n".join((before + begin, *lines, end)) + rest.split(end)[1], encoding="utf-8")
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

@@ -81,9 +81,9 @@ class LinkKind:
     low_latency_fraction: float = 1.0
 
 
-# "measured": chosen by hand with all of nccl_bandwidth.csv in view. `benchmarks/published.py --fit` then fits latency
-# and label fraction on its even rows alone: fractions agree within 2 %, latencies within 12 % (nvswitch4: 35 %).
-# The other fractions of a kind have no automatic fit.
+# "measured": chosen by hand with all of nccl_bandwidth.csv in view. `python -m benchmarks.published --fit` then fits
+# latency and label fraction on its even rows alone: fractions agree within 2 %, latencies within 12 % (nvswitch4:
+# 35 %). The other fractions of a kind have no automatic fit.
 _NVLINK = "measured: NCCL tests on 4 H100s of one NVSwitch node; hop: NCCL src/graph/tuning.cc, NVLINK"
 _ESTIMATE = "not measured: the label, less what its neighbours in this table lose"
 _NO_LL128 = "no LL128: the network may reorder"

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from autopar.search.experts.place import place_experts
 
-Groups = tuple[tuple[int, ...], ...]  # by group of ranks, the experts that it holds
-
 
 def place_anew(
-    load: Sequence[Sequence[float]], current: Sequence[Groups], *, move_cost: float, time_limit_s: float
-) -> list[Groups]:
-    """By layer, which experts each group is to hold, as many as it does: `load` [layers, experts].
+    load: Sequence[Sequence[float]],
+    current: Sequence[Sequence[Sequence[int]]],
+    *,
+    move_cost: float,
+    time_limit_s: float,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """By layer, which experts each group of ranks is to hold, as many as it does in `current`.
 
-    `move_cost`: the load that an expert must take off the slowest group to be moved.
+    `load`: [layers, experts]. `move_cost`: the load that an expert must take off the slowest group to be moved.
     """
     placement = place_experts(load, (len(current[0]),), current=current, move_cost=move_cost, time_limit_s=time_limit_s)
     return [tuple(map(tuple, layer)) for layer in placement.assignment.tolist()]

@@ -14,7 +14,7 @@ from pathlib import Path
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks, axis_links, load_profile
 from autopar.cost_models.links import link_of_kind
-from published_tables.comparison import Claim, Row, Table, halves, judged, quantile_error, read_rows
+from benchmarks.published_tables.comparison import Claim, Row, Table, halves, judged, quantile_error, read_rows
 
 FILE = "nccl_bandwidth.csv"
 COLUMNS = ("gpu", "network", "ngpus", "nnodes", "collective", "bytes", "time_us")

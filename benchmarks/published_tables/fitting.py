@@ -13,9 +13,9 @@ from scipy.optimize import minimize
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.hardware import AxisLinks
 from autopar.cost_models.links import LINK_KINDS, Link
-from published_tables import collectives
-from published_tables.comparison import read_rows
-from published_tables.transformers import RUNS, Constants
+from benchmarks.published_tables import collectives
+from benchmarks.published_tables.comparison import read_rows
+from benchmarks.published_tables.transformers import RUNS, Constants
 
 GROUPS = (
     (("megatron_ptdp_table1.csv", "mosaic_mpt_fsdp.csv"),

@@ -14,8 +14,8 @@ from autopar.cost_models.model_memory import (
     layer_activation_bytes,
     model_state_bytes,
 )
-from published_tables.comparison import Claim, Row, Table, halves, judged, mean_error, read_rows, worst_error
-from published_tables.transformers import NANOTRON_1B, nanotron_plan
+from benchmarks.published_tables.comparison import Claim, Row, Table, halves, judged, mean_error, read_rows, worst_error
+from benchmarks.published_tables.transformers import NANOTRON_1B, nanotron_plan
 
 MIB = 2**20
 GRID, MODES, ZERO = "nanotron_llama1b_grid.csv", "korthikanti_seqpar_selective.json", "zero_optimizer_memory.json"

@@ -16,7 +16,7 @@ from autopar.cost_models.pipeline import StageTimes, bubble_rate, closed_step_se
 from autopar.schedules.list_scheduling import ZeroBubbleMemory, zero_bubble
 from autopar.schedules.synchronous import interleaved, one_forward_one_backward
 from autopar.schedules.timing import longest_rank_seconds, simulate_schedule
-from published_tables.comparison import Claim, Row, Table, judged, read_rows
+from benchmarks.published_tables.comparison import Claim, Row, Table, judged, read_rows
 
 FILE = "zero_bubble.csv"
 COLUMNS = ("model", "schedule", "stages_p", "m", "bubble_rate", "T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")

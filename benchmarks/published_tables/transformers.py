@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from autopar.cost_models.hardware import HardwareProfile, load_profile, profile_for_device_name
 from autopar.cost_models.links import link_of_kind
 from autopar.cost_models.transformer import Recompute, Software, Storage, TransformerPlan, TransformerShape, step_time
-from published_tables.comparison import (
+from benchmarks.published_tables.comparison import (
     Claim,
     Row,
     Table,
@@ -36,7 +36,7 @@ Cells = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Every fitted number of this file: `python benchmarks/published.py --fit` fits them again, on the even rows.
+    """Every fitted number of this file: `python -m benchmarks.published --fit` fits them again, on the even rows.
 
     A new fit trades matmul rate against passes (megatron_passes 3.4 with a rate 5 % higher): the errors decide little
     between them. The `nanotron_` constants are not part of it.
