@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.capture.program import InputKind, OutputKind, Program
-from autopar.errors import ConstraintError, InputError, MemoryLimitError
+from autopar.errors import ConstraintError, InputError, MemoryLimitError, PlanError, ScheduleError
 from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
 from autopar.planner.decisions import result_key
@@ -104,11 +104,28 @@ def _matches(constraint: Constraint, names: set[str]) -> bool:
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:
-    """Plan a program as a pipeline along one axis of the mesh."""
+    """Plan a program as a pipeline along one axis of the mesh. Raises MemoryLimitError where nothing tried fits.
+
+    Where no number of microbatches fits, one is tried: the gradients of several are held beside their sum.
+    """
     _refuse_input_gradients(program)
     axis = pipeline_axis(mesh, request.stages)
     assert axis is not None, "no axis of the mesh is the pipeline's"
     search = PipelineSearch(program, mesh, axis, options, request, options.rule_book(mesh))
+    try:
+        return _first_that_fits(search)
+    except MemoryLimitError:
+        whole = search.of_one_microbatch()
+        if whole is None:
+            raise
+        try:
+            return _first_that_fits(whole)
+        except (PlanError, ScheduleError, MemoryLimitError):
+            pass
+        raise
+
+
+def _first_that_fits(search: PipelineSearch) -> PlannedPipeline:
     refused: MemoryLimitError | None = None
     for proposal in search.proposals()[:TRIED]:
         try:

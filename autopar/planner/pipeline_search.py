@@ -63,6 +63,12 @@ class PipelineSearch:
         line = Line(rank_speeds(self.mesh, self.axis), self.limits_bytes, link)
         return proposals(self._counts(), self._segments, line, list(shapes(ranks, stages, self.request.schedule)))
 
+    def of_one_microbatch(self) -> PipelineSearch | None:
+        """The same search, of the batch as it is; None where that was tried, or the caller asked for something else."""
+        if self.request.microbatches is not None or self.request.is_asynchronous or 1 in self._pieces:
+            return None
+        return replace(self, request=replace(self.request, microbatches=1), _pieces={}, _anatomies={})
+
     def staged(self, proposal: Proposal) -> Staged:
         """The program cut as proposed."""
         staged = stage_program(self._cut(proposal.microbatches), proposal.cuts)

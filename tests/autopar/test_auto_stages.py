@@ -46,7 +46,7 @@ def test_the_plan_is_the_fastest_of_all_divisions_and_runs() -> None:
 def test_what_fits_only_in_stages_becomes_stages() -> None:
     x, mesh = torch.randn(8, 16), autopar.Mesh((2,), ("dp",), hardware="cpu")
     alone = autopar.make_plan(layers(), mesh, example_inputs=x, search="ddp")
-    limit = int(0.9 * alone.peak_bytes)
+    limit = int(0.75 * alone.peak_bytes)  # of the four layers' parameters and gradients two are left: a half, and more
     plan = autopar.make_plan(layers(), mesh, example_inputs=x, search="ddp", stages="auto", memory_limit_bytes=limit)
     assert plan.axis_names == ("pp",) and len(plan.stages) == 2 and plan.peak_bytes <= limit
 

@@ -16,6 +16,7 @@ from autopar.runtime.pipeline.virtual_run import run_virtual_pipeline
 from autopar.zoo.plain import make_plain
 from tests.autopar.models import MODELS
 
+SLACK = 1.03  # 1.027 was found, where the batch does not divide: every microbatch is planned as the largest
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v", "auto")
 
 
@@ -55,9 +56,9 @@ def planned_and_measured(name: str, mesh: Mesh, search: str, request: PipelineRe
     return list(zip(pipeline.rank_peaks, measured, strict=True))
 
 
-def check(pairs: list[tuple[int, int]], slack: float) -> None:
+def check(pairs: list[tuple[int, int]]) -> None:
     for planned, measured in pairs:
-        assert measured <= planned <= slack * measured, (planned, measured)
+        assert measured <= planned <= SLACK * measured, (planned, measured)
 
 
 @pytest.mark.parametrize("microbatches", [2, 6])
@@ -65,7 +66,7 @@ def check(pairs: list[tuple[int, int]], slack: float) -> None:
 def test_no_rank_holds_more_than_was_planned(schedule: str, microbatches: int) -> None:
     stages = 4 if schedule in ("interleaved", "zb-v") else 2
     request = PipelineRequest(stages, schedule, microbatches)
-    check(planned_and_measured("layers", Mesh((2,), ("pp",), hardware="cpu"), "ddp", request), 1.1)
+    check(planned_and_measured("layers", Mesh((2,), ("pp",), hardware="cpu"), "ddp", request))
 
 
 @pytest.mark.parametrize(
@@ -80,4 +81,4 @@ def test_the_bound_holds_for_whole_models(
     name: str, shape: tuple[int, ...], search: str, request_: PipelineRequest
 ) -> None:
     mesh = Mesh(shape, ("pp", "inner")[: len(shape)], hardware="cpu")
-    check(planned_and_measured(name, mesh, search, request_), 1.25)
+    check(planned_and_measured(name, mesh, search, request_))
