@@ -73,7 +73,7 @@ def cells(record: Record) -> list[str]:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The table, and how many rows are within 25 %."""
+    """The table, how many rows are within 25 %, and what share of a whole step as it was seen was predicted."""
     yield from (line(HEAD), line("---" for _ in HEAD))
     yield from (line(cells(record)) for record in records)
     for what, names in (("looked at", LOOKED_AT), ("held out", HELD_OUT)):
@@ -85,6 +85,9 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
                 f"\nModels {what}: {near[0]} of {len(found)} within 25 %, median error {median[0]:.0%}; at the speed "
                 f"of the moment {near[1]} of {len(found)}, {median[1]:.0%}."
             )
+    shares = [record["predicted_s"] / record["step_s"] for record in records]
+    if shares:
+        yield f"\nPredicted whole steps are {min(shares):.2f} to {max(shares):.2f} of the fastest that were measured."
 
 
 def by_op(records: Sequence[Record]) -> Iterator[str]:
