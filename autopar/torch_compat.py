@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ __all__ = [
     "run_ranks",
     "set_dtensor_content",
     "start_ranks",
+    "storage_use_count",
+    "use_count",
     "without_autocast_cache",
     "without_dispatch",
 ]
@@ -101,6 +104,17 @@ def join_ranks(running: ProcessContext, timeout_s: float | None) -> bool:
 def autograd_sequence_number() -> int:
     """The number that the next autograd node will carry."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def use_count(tensor: torch.Tensor | None) -> int:
+    """How many hold the C++ tensor, of which its Python object is one; 0 of None."""
+    return 0 if tensor is None else int(methodcaller("_use_count")(tensor))
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many hold the storage under a tensor: tensors, and its Python object."""
+    count: Callable[[int], int] = torch._C._storage_Use_Count
+    return count(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

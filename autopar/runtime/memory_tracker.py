@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,9 +13,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.ops import packing as _packing  # noqa: F401  (registers autopar::offload)
-from autopar.torch_compat import DispatchMode
+from autopar.passes.collectives import KIND_OF
+from autopar.torch_compat import DispatchMode, storage_use_count, use_count
 
 OFFLOAD = torch.ops.autopar.offload.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+LET_GO_S = 0.1  # at most
+OWN_USES = 2  # of a storage: by its tensor and by its own Python object
 
 
 class MemoryTracker(DispatchMode):
@@ -22,6 +27,8 @@ class MemoryTracker(DispatchMode):
 
     Each storage counts once, whichever tensors view it, from the op that first returns it (or from `hold`) until it is
     freed. Memory inside kernels is not seen. What `autopar::offload` returns lies on the host: it is counted apart.
+    A thread of gloo holds what a collective read and wrote for a moment after its wait, until it gets the interpreter's
+    lock; the tracker gives it that moment, so that what it counts is what the program holds.
     """
 
     def __init__(self) -> None:
@@ -31,6 +38,7 @@ class MemoryTracker(DispatchMode):
         self.host_bytes = 0
         self.host_peak_bytes = 0
         self._alive: set[int] = set()  # identities of storages
+        self._in_flight: dict[int, list[weakref.ref[Tensor]]] = {}  # by the storage of the result, what is read
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Count tensors that were made outside."""
@@ -45,6 +53,11 @@ class MemoryTracker(DispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf, on_host=func is OFFLOAD)
+        if func in KIND_OF:
+            read = [weakref.ref(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            self._in_flight[result.untyped_storage()._cdata] = read
+        elif func is WAIT:
+            _until_let_go(self._in_flight.pop(result.untyped_storage()._cdata, []), result)
         return result
 
     def _count(self, tensor: Tensor, *, on_host: bool = False) -> None:
@@ -66,6 +79,15 @@ class MemoryTracker(DispatchMode):
         else:
             self.live_bytes += bytes_
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _until_let_go(read: Sequence[weakref.ref[Tensor]], written: Tensor) -> None:
+    """Wait until Python alone holds a collective's tensors, but not for long: something else may hold them too."""
+    end = time.monotonic() + LET_GO_S
+    while time.monotonic() < end:
+        if not any(use_count(ref()) > 1 for ref in read) and storage_use_count(written) <= OWN_USES:
+            return
+        time.sleep(1e-5)  # the lock is free meanwhile
 
 
 class LockstepMemory:
