@@ -344,7 +344,10 @@ class Planner:
 
     @property
     def bound(self) -> float:
-        """Below the cost of every plan; minus infinity where no search has been made."""
+        """Below the cost of every plan under the constraints, memory aside; minus infinity where nothing was searched.
+
+        The first search has no limit, so its bound holds whatever fits; kept copies may cost less (`with_copies_kept`).
+        """
         searched = [item for item in self.candidates if item.name == self.options.search_name]
         if not searched or not np.isfinite(searched[0].solution.bound):
             return -np.inf
@@ -403,7 +406,7 @@ class Planner:
             memory_limit_bytes=self.limit,
             optimizer=self.options.optimizer.name,
             cost=best.solution.cost,
-            bound=max(0.0, min(best.solution.cost, self.bound)),
+            bound=max(0.0, min(best.solution.cost, self.bound)),  # rounding alone puts it above a proven optimum
             notes=notes,
             without_rule=ops_without_rule(self.planning, self.rules),
             alternatives={item.name: item.best_known_s for item in self.candidates},

@@ -42,7 +42,7 @@ from autopar.runtime.parameters import (
     layout_of,
     replicated_buffer,
 )
-from autopar.runtime.recorder import Recorder
+from autopar.runtime.recorder import Recorder, merged
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
 from autopar.sharding.layout import Layout
@@ -249,13 +249,12 @@ class ParallelModule(Container):
     def _made_recording(self, recorder: Recorder) -> Recording:
         session, load = self._session, self._recorded_load()
         device = session.mesh.device_type
-        every = session.ranks.gather(tuple(recorder.spans))
         return Recording(
             plan_hash=self.plan.hash,
             mesh_shape=tuple(session.mesh.shape),
             device=device if device == "cpu" else torch.get_device_module(device).get_device_name(),
             step_s=session.ranks.gather(tuple(recorder.step_s))[0],
-            spans=tuple(span for own in every for span in own),
+            spans=merged(session.ranks.gather(recorder.notes)),
             expert_load={layer: tuple(count.tolist()) for layer, count in load.counts.items()} if load else {},
             group_load={layer: tuple(count.tolist()) for layer, count in load.device_load.items()} if load else {},
         )

@@ -1,13 +1,17 @@
 """Times a run: whole steps, and every second one op by op; a pipeline's actions in every step.
 
-Clocks of ranks are laid together where they have just agreed on a call: each step counts from there.
+Ranks of one machine have one clock; others are laid together where they have just agreed on a call. Each step counts
+from there.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ class Recorder:
         self.spans: list[Span] = []
         self.step_s: list[float | None] = []
         self.made: Recording | None = None
-        self._began = 0.0
+        self.begins: list[float] = []  # of each step, by this rank's clock
         self._whole = True  # of the step that runs: not op by op
 
     @property
@@ -42,12 +46,12 @@ class Recorder:
         self.end_step()
         self.step_s.append(0.0)
         self._whole = len(self.step_s) % 2 == 1
-        self._began = self.now()
+        self.begins.append(self.now())
 
     def end_step(self) -> None:
         """The last step is over: note how long it took, if it was not slowed by being looked at."""
         if self.step_s:
-            self.step_s[-1] = self.now() - self._began if self._whole else None
+            self.step_s[-1] = self.now() - self.begins[-1] if self._whole else None
 
     def run(self, graph: Any, values: list[Tensor], phase: str) -> Sequence[Tensor]:
         """The outputs of a boxed graph; op by op in every second step."""
@@ -70,14 +74,49 @@ class Recorder:
         self._note(node.name, kind, start, end, module=node.meta.get("module", ""), phase=phase)
 
     def _note(self, name: str, kind: str, start: float, end: float, **more: Any) -> None:
-        step, began = len(self.step_s) - 1, self._began
+        step, began = len(self.step_s) - 1, self.begins[-1]
         self.spans.append(Span(name, kind, start - began, end - began, self.rank, step, **more))
+
+    @property
+    def notes(self) -> Notes:
+        """What is told to the other ranks."""
+        return Notes(_clock(), tuple(self.begins), tuple(self.spans))
 
     def now(self) -> float:
         """Seconds, when all that was asked of the device is done."""
         if self.mesh.device_type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What one rank timed. `clock`: equal on ranks that read one clock; `begins`: by it, of each step."""
+
+    clock: str
+    begins: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+
+def merged(every: Sequence[Notes]) -> tuple[Span, ...]:
+    """The spans of all ranks; a step of ranks that read one clock counts from when the first of them began it."""
+    first: dict[tuple[str, int], float] = {}
+    for notes in every:
+        for step, began in enumerate(notes.begins):
+            first[notes.clock, step] = min(began, first.get((notes.clock, step), began))
+    return tuple(
+        _later(span, notes.begins[span.step] - first[notes.clock, span.step]) for notes in every for span in notes.spans
+    )
+
+
+def _later(span: Span, seconds: float) -> Span:
+    return replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds)
+
+
+def _clock() -> str:
+    """Of the running system, whose processes read one clock."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.is_file() else platform.node()
 
 
 class _OpByOp(fx.Interpreter):

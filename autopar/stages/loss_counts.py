@@ -14,6 +14,7 @@ from autopar.capture.program import Program
 from autopar.fake_calls import FakeCalls
 from autopar.passes.copy_graph import copy_graph
 from autopar.passes.localize import fake_mode_of
+from autopar.sharding.op_call import target_of
 from autopar.sharding.rules.loss import NO_REDUCTION
 
 aten = torch.ops.aten
@@ -43,8 +44,7 @@ class _Rewrite:
 
     def run(self) -> None:
         scores, target, weight, _, ignored = self.loss.args[:5]
-        assert not isinstance(self.loss.target, str)
-        picked = self._op(self.loss.target, scores, target, weight, NO_REDUCTION, ignored)
+        picked = self._op(target_of(self.loss), scores, target, weight, NO_REDUCTION, ignored)
         single = self._op(operator.getitem, picked, 0)
         count = self._count(target, weight, ignored)
         mean = self._op(aten.div.Tensor, self._op(aten.sum.default, single), count)

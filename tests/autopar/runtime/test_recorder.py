@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import RecordingError
 from autopar.nn import Experts, MixtureOfExperts, TopKGate
-from autopar.recording import Recording
+from autopar.recording import Recording, Span
 from autopar.report.gantt import bubble_of, measured_bars, planned_bars
 from autopar.report.measured import by_module, measured_text, totals
 from autopar.report.page import report_page
+from autopar.runtime.recorder import Notes, merged
 from tests.gloo import run_on_ranks
 
 STEPS, WIDTH = 4, 16
@@ -130,6 +131,15 @@ def test_modules_have_their_measured_time_beside_the_predicted_one(folder: Path)
     text = measured_text(plan, recording)
     assert "layers.[1-3]  x3" in text and "4 steps recorded on cpu" in text
     assert totals(plan, recording)[0].predicted_s == plan.step_s
+
+
+def test_a_step_counts_from_the_first_rank_of_a_clock_to_begin_it() -> None:
+    def notes(clock: str, *begins: float) -> Notes:
+        return Notes(clock, begins, tuple(Span("op", "compute", 0.5, 1.0, step=step) for step in range(len(begins))))
+
+    spans = merged([notes("here", 10.0, 20.25), notes("here", 10.25, 20.0), notes("there", 3.0, 4.0)])
+    assert [span.start_s for span in spans] == [0.5, 0.75, 0.75, 0.5, 0.5, 0.5]
+    assert all(span.seconds == 0.5 for span in spans)
 
 
 def test_a_pipelines_actions_are_measured_in_every_step_and_drawn_beside_the_simulated_ones(folder: Path) -> None:
