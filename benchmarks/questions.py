@@ -1,6 +1,6 @@
 """What a plan answers, and how fast: what-if against the first plan, and explained alternatives against fresh solves.
 
-    python benchmarks/questions.py [--write-docs]
+    python -m benchmarks.questions [--write-docs]
 
 CPU seconds of one process, one torch thread; planning without capture. GPT-2 small and an 8B Llama, without weights.
 """
@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 
-DOCS = Path(__file__).parent.parent / "docs" / "questions.md"
+from benchmarks.tables import ROOT, line, write_table
+
+PAGE = ROOT / "docs" / "reading_a_plan.md"
 PINS = {
     "gpt2-small (4,2)": [
         "transformer.h.3.mlp.c_fc.weight",
@@ -105,7 +106,7 @@ def main() -> None:
     if chosen.case:
         print(json.dumps(measure(chosen.case)))
         return
-    lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
+    lines = [line(COLUMNS), line("---" for _ in COLUMNS)]
     for case in PINS:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.questions", "--case", case], check=True, capture_output=True, text=True
@@ -115,7 +116,7 @@ def main() -> None:
             cells = [case, f"`{row['pin']}`", f"{found['first_s']:.1f}", f"{row['seconds']:.2f}",
                      f"{row['seconds'] / found['first_s']:.0%}", "yes" if row["same"] else "NO",
                      f"{row['foreseen']:+.1%}", f"{row['peak']:+.0%}"]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(line(cells))
             print(lines[-1], flush=True)
     count, same, seconds = explained()
     lines += [
@@ -124,12 +125,11 @@ def main() -> None:
         f"Alternatives explained for 20 random names of two small models: {same} of {count} cost what a fresh solve",
         f"with that pin costs (to 1e-9); {seconds:.1f} s per name.",
     ]
-    print(lines[-1])
+    print(*lines[-3:], sep="\n")
     if chosen.write_docs:
         machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-        source = f"By `benchmarks/questions.py`, {date.today()}, one core of a shared {machine}."
-        head = f"# What-if and explanations, measured\n\n{source}\n\n"
-        DOCS.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+        source = f"`python -m benchmarks.questions`, {date.today()}, one core of a shared {machine}, processor time:"
+        write_table(PAGE, "questions", [source, "", *lines])
 
 
 if __name__ == "__main__":
