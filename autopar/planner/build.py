@@ -99,9 +99,10 @@ def build_problem(
     """The joint problem of all decisions under a limit in bytes."""
     edges, arguments, matrices = _edges(decisions, prices)
     groups: dict[object, int] = {}
+    usages: dict[tuple[int, bool], Matrix] = {}  # repeated layers share theirs
     problem = Problem(
         costs=tuple(decision.seconds for decision in decisions),
-        usages=tuple(_usage(decision) for decision in decisions),
+        usages=tuple(_usage(decision, usages) for decision in decisions),
         intervals=_intervals(decisions),
         edges=tuple(edges),
         edge_costs=tuple(matrices),
@@ -112,9 +113,12 @@ def build_problem(
     return PlanningProblem(program, decisions, problem, prices.mesh.shape, tuple(arguments), fake_calls)
 
 
-def _usage(decision: Decision) -> Matrix:
+def _usage(decision: Decision, known: dict[tuple[int, bool], Matrix]) -> Matrix:
     is_view = decision.call is not None and decision.call.name in VIEWS
-    return np.zeros(len(decision.strategies)) if is_view else decision.bytes.astype(np.float64)
+    key = id(decision.bytes), is_view
+    if key not in known:
+        known[key] = np.zeros(len(decision.strategies)) if is_view else decision.bytes.astype(np.float64)
+    return known[key]
 
 
 def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:

@@ -74,7 +74,8 @@ class DecisionList:
         self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
         self._placed: dict[tuple[InputKind, TensorSpec], tuple[tuple[Strategy, ...], npt.NDArray[np.int64]]] = {}
         self._updates: dict[TensorSpec, tuple[npt.NDArray[np.int64], Seconds]] = {}
-        self._left: dict[tuple[Layout, ...], tuple[Strategy, ...]] = {}
+        self._left: dict[tuple[Layout, ...], tuple[tuple[Strategy, ...], Seconds]] = {}
+        self._left_bytes: dict[tuple[TensorSpec, tuple[Layout, ...]], npt.NDArray[np.int64]] = {}
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
         self._calls = {node.name: call_of(node) for node in nodes if not is_getitem(node)}
         self._kinds = Kinds(
@@ -105,8 +106,7 @@ class DecisionList:
         strategies, held = self._stored(kind, spec)
         seconds = np.zeros(len(strategies))
         if kind is InputKind.PARAMETER and name in self._trained:
-            state, seconds = self._updated(spec)
-            held = held + state
+            held, seconds = self._updated(spec)
         module, own = owner(name) if kind in (InputKind.PARAMETER, InputKind.BUFFER) else ("", name)
         index = self._append(
             Decision(
@@ -136,12 +136,13 @@ class DecisionList:
         return self._placed[key]
 
     def _updated(self, spec: TensorSpec) -> tuple[npt.NDArray[np.int64], Seconds]:
-        """Under each strategy of a parameter: the bytes of its optimizer's state, and the seconds of its step."""
+        """Under each strategy of a parameter: its bytes with its optimizer's state, and the seconds of its step."""
         if spec not in self._updates:
-            layouts = [strategy.outputs[0] for strategy in self._stored(InputKind.PARAMETER, spec)[0]]
+            strategies, held = self._stored(InputKind.PARAMETER, spec)
+            layouts = [strategy.outputs[0] for strategy in strategies]
             state = [self.optimizer.bytes(spec, layout, self.mesh_shape) for layout in layouts]
             seconds = [self.prices.optimizer(self.optimizer, spec, layout) for layout in layouts]
-            self._updates[spec] = np.array(state, dtype=np.int64), np.array(seconds)
+            self._updates[spec] = held + np.array(state, dtype=np.int64), np.array(seconds)
         return self._updates[spec]
 
     def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:
@@ -220,7 +221,7 @@ class DecisionList:
             if output.kind is OutputKind.LEAVING or output.is_between_stages:
                 layouts = self._even_layouts(spec)
             layouts = layouts or (replicated(len(self.mesh_shape)),)
-            held = [local_bytes(spec, layout, self.mesh_shape) for layout in layouts]
+            strategies, seconds, held = self._result(spec, layouts)
             module = parameter.module if parameter else ""
             kind = "gradient" if output.kind is OutputKind.GRADIENT else "result"
             self._append(
@@ -232,14 +233,25 @@ class DecisionList:
                     module=module,
                     where="",
                     phase=value.meta["phase"],
-                    strategies=self._left.setdefault(layouts, tuple(map(_result, layouts))),
-                    seconds=np.zeros(len(layouts)),
-                    bytes=np.array(held, dtype=np.int64),
+                    strategies=strategies,
+                    seconds=seconds,
+                    bytes=held,
                     specs=(spec,),
                     sources=(source,),
                     group=(kind, parameter.group if parameter else output.name, producer.group),
                 )
             )
+
+    def _result(
+        self, spec: TensorSpec, layouts: tuple[Layout, ...]
+    ) -> tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]:
+        """The strategies of a result, their seconds and bytes: the same objects for all that are alike."""
+        if layouts not in self._left:
+            self._left[layouts] = tuple(map(_result, layouts)), np.zeros(len(layouts))
+        if (spec, layouts) not in self._left_bytes:
+            held = [local_bytes(spec, layout, self.mesh_shape) for layout in layouts]
+            self._left_bytes[spec, layouts] = np.array(held, dtype=np.int64)
+        return *self._left[layouts], self._left_bytes[spec, layouts]
 
 
 def result_key(output: ProgramOutput) -> str:

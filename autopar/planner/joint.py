@@ -10,7 +10,7 @@ every layer keep or recompute for itself under the layouts that were found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,12 +21,12 @@ from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.packed_values import PackedValues, Packing
 from autopar.planner.recomputation import is_there, states_of
-from autopar.planner.saved_values import KEEP, Packed, SavedValue, SavedValues, State, is_view, moment, roots_of
+from autopar.planner.saved_values import KEEP, Packed, Piece, SavedValue, SavedValues, State, is_view, moment, roots_of
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.layout import Layout, shard_dim
 
 Matrix = npt.NDArray[np.float64]
-MAX_PAIRS = 3_000_000  # of strategies on the different edges: more is not worth the time
+MAX_PAIRS = 3_000_000  # of strategies on the edges between different classes: more is not worth the time
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Builder:
         self.edges: list[tuple[int, int]] = []
         self.edge_costs: list[Matrix] = []
         self.groups: list[object] = []
-        self.matrices: dict[object, Matrix] = {}
+        self.known: dict[object, Matrix] = {}  # what repeated layers share
 
     def _packed_states(self, index: int, pin: str | None) -> tuple[Packed, ...]:
         """Unless it is pinned, only what costs next to nothing: the rest is for `Fit`."""
@@ -103,11 +103,19 @@ class _Builder:
         return Joint(problem, self.states)
 
     def _pairs(self) -> int:
+        groups = self.base.groups
+        assert groups is not None
         found = {}
         for matrix, (first, second) in zip(self.base.edge_costs, self.base.edges, strict=True):
             sizes = len(self.states[first]), len(self.states[second])
-            found[id(matrix), sizes] = matrix.size * sizes[0] * sizes[1]
+            found[groups[first], groups[second], sizes] = matrix.size * sizes[0] * sizes[1]
         return sum(found.values())
+
+    def _once(self, key: object, make: Callable[[], Matrix]) -> Matrix:
+        """One and the same array for equal keys."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
     def _kinds(self, index: int) -> tuple[str, ...]:
         """The states, whenever they recompute: what members of a class must share."""
@@ -118,21 +126,36 @@ class _Builder:
 
     def _add_decision(self, index: int) -> None:
         value, states, costs = self.saved.get(index), self.states[index], self.base.costs[index]
+        low, high = self.base.intervals[index]
+        usages, kinds = self.base.usages[index], self._kinds(index)
+        assert self.base.groups is not None
+        key = "costs", id(costs), id(self.planning.decisions[index].seconds), *self._alike(index)
+        self.costs.append(self._once(key, lambda: self._costs(index)))
+        self.usages.append(self._once(("usages", id(usages), len(states)), lambda: np.repeat(usages, len(states))))
+        end = moment(high, 0, self.count) if value is None else value.forward_end
+        self.intervals.append((moment(low, 0, self.count), end))
+        self.groups.append((self.base.groups[index], kinds))
+
+    def _alike(self, index: int) -> tuple[object, ...]:
+        """What the packed forms of two values that are alike have in common."""
+        value, decision = self.saved.get(index), self.planning.decisions[index]
+        if value is None:
+            return (self._kinds(index),)
+        hidden = bool(self.packed.packing.words) and index in self.packed.packing.link.hidden
+        return self._kinds(index), value.outputs, value.is_read_forward, hidden, id(decision.strategies)
+
+    def _costs(self, index: int) -> Matrix:
+        """Seconds by strategy and state."""
+        value, states, costs = self.saved.get(index), self.states[index], self.base.costs[index]
         again = np.array([isinstance(state, int) for state in states], dtype=np.float64)
         if value is not None and not value.is_read_forward:
             again *= 0.0
         seconds = np.where(costs < FORBIDDEN, self.planning.decisions[index].seconds, 0.0)
-        low, high = self.base.intervals[index]
-        assert self.base.groups is not None
-        total = costs[:, None] + seconds[:, None] * again[None, :]
+        total: Matrix = costs[:, None] + seconds[:, None] * again[None, :]
         for place, state in enumerate(states):
             if isinstance(state, Packed):
                 total[:, place] += [self.packed.seconds(index, state.word, pick) for pick in range(len(costs))]
-        self.costs.append(total.reshape(-1))
-        self.usages.append(np.repeat(self.base.usages[index], len(states)))
-        end = moment(high, 0, self.count) if value is None else value.forward_end
-        self.intervals.append((moment(low, 0, self.count), end))
-        self.groups.append((self.base.groups[index], self._kinds(index)))
+        return total.reshape(-1)
 
     def _link(self, first: int, second: int, matrix: Matrix) -> None:
         self.edges.append((first, second))
@@ -141,22 +164,22 @@ class _Builder:
     def _edge(self, edge: int, first: int, second: int) -> Matrix:
         """The move in the forward, and again for a reader that is recomputed."""
         base, argument = self.base.edge_costs[edge], self.planning.edge_arguments[edge]
-        key = (id(base), self._kinds(first), self._kinds(second), argument, first in self.saved)
-        if key not in self.matrices:
-            sources, readers = self.states[first], self.states[second]
-            total = np.repeat(np.repeat(base, len(sources), axis=0), len(readers), axis=1).reshape(
-                len(base), len(sources), base.shape[1], len(readers)
-            )
-            recomputed = [place for place, state in enumerate(readers) if isinstance(state, int)]
-            if recomputed and argument >= 0:
-                total = total.copy()
-                kept = np.where(self._moves_once(first, second, argument), 0.0, base)
-                for place, state in enumerate(sources):
-                    is_held = state == KEEP or isinstance(state, Packed)
-                    repeated = kept if is_held and not is_view(self.planning.decisions[first]) else base
-                    total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
-            self.matrices[key] = total.reshape(base.shape[0] * len(sources), -1)
-        return self.matrices[key]
+        key = "edge", id(base), self._kinds(first), self._kinds(second), argument, first in self.saved
+        return self._once(key, lambda: self._repeated(base, argument, first, second))
+
+    def _repeated(self, base: Matrix, argument: int, first: int, second: int) -> Matrix:
+        sources, readers = self.states[first], self.states[second]
+        total = np.repeat(np.repeat(base, len(sources), axis=0), len(readers), axis=1).reshape(
+            len(base), len(sources), base.shape[1], len(readers)
+        )
+        recomputed = [place for place, state in enumerate(readers) if isinstance(state, int)]
+        if recomputed and argument >= 0:
+            kept = np.where(self._moves_once(first, second, argument), 0.0, base)
+            for place, state in enumerate(sources):
+                is_held = state == KEEP or isinstance(state, Packed)
+                repeated = kept if is_held and not is_view(self.planning.decisions[first]) else base
+                total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
+        return total.reshape(base.shape[0] * len(sources), -1)
 
     def _moves_once(self, first: int, second: int, argument: int) -> npt.NDArray[np.bool_]:
         """`moves_once` of every pair of strategies: what the forward has moved so is kept as it was moved."""
@@ -177,14 +200,17 @@ class _Builder:
         sources, readers = self.states[root], self.states[second]
         if self.planning.edge_arguments[edge] < 0 or second not in self.saved:
             return
-        absent = [[self._is_absent(root, it, reader) for reader in readers] for it in sources]
-        if not np.array(absent).any():
+        absent = tuple(tuple(self._is_absent(root, it, reader) for reader in readers) for it in sources)
+        if not any(map(any, absent)):
             return
-        tiled = np.tile(np.array(absent), (len(self.base.costs[root]), len(self.base.costs[second])))
+        counts = len(self.base.costs[root]), len(self.base.costs[second])
+        key = "absent", absent, counts
+        forbidden = self._once(key, lambda: np.where(np.tile(np.array(absent), counts), float(FORBIDDEN), 0.0))
         if root == first:
-            self.edge_costs[-1] = np.where(tiled, float(FORBIDDEN), self.edge_costs[-1])
+            own = self.edge_costs[-1]
+            self.edge_costs[-1] = self._once((key, id(own)), lambda: np.maximum(own, forbidden))
         else:
-            self._link(root, second, np.where(tiled, float(FORBIDDEN), 0.0))
+            self._link(root, second, forbidden)
 
     def _is_absent(self, root: int, state: State, reader: State) -> bool:
         if isinstance(state, Packed):
@@ -192,20 +218,36 @@ class _Builder:
         return not is_there(0 if isinstance(state, int) else state, reader)
 
     def _add_pieces(self, index: int, value: SavedValue) -> None:
-        decision, states = self.planning.decisions[index], self.states[index]
-        picks = range(len(decision.strategies))
-        whole = np.array([value.bytes(decision, pick, self.planning.mesh_shape) for pick in picks], dtype=np.float64)
         for number, piece in enumerate(self.packed.pieces(index, value, value.pieces(self.count))):
-            held = whole
-            if piece.packed and any(state in piece.states for state in states):
-                held = np.array([self.packed.bytes(index, piece.packed, pick) for pick in picks], dtype=np.float64)
-            levels = np.unique([0.0, *held])
-            active = np.array([state in piece.states for state in states])
-            amounts = (held[:, None] * active[None, :]).reshape(-1)
-            if not amounts.any():
-                continue
-            self.costs.append(np.zeros(len(levels)))
-            self.usages.append(levels)
-            self.intervals.append((piece.start, piece.end))
-            self.groups.append((self.groups[index], "held", number, tuple(levels)))
-            self._link(index, len(self.costs) - 1, np.where(amounts[:, None] == levels[None, :], 0.0, float(FORBIDDEN)))
+            self._add_piece(index, value, number, piece)
+
+    def _add_piece(self, index: int, value: SavedValue, number: int, piece: Piece) -> None:
+        active = np.array([state in piece.states for state in self.states[index]])
+        alike = id(self.planning.decisions[index].bytes), *self._alike(index)
+        key = "held", piece.packed, tuple(active.tolist()), *alike
+        amounts = self._once(key, lambda: self._held(index, value, piece, active))
+        if not amounts.any():
+            return
+        levels = self._once((key, "levels"), lambda: np.unique([0.0, *amounts]))
+        self.costs.append(self._once(("nothing", len(levels)), lambda: np.zeros(len(levels))))
+        self.usages.append(levels)
+        self.intervals.append((piece.start, piece.end))
+        self.groups.append((self.groups[index], "held", number, tuple(levels)))
+        self._link(index, len(self.costs) - 1, self._once((key, "link"), lambda: _same(amounts, levels)))
+
+    def _held(self, index: int, value: SavedValue, piece: Piece, active: npt.NDArray[np.bool_]) -> Matrix:
+        """Bytes that a value holds in one of its pieces, by strategy and state."""
+        decision, shape = self.planning.decisions[index], self.planning.mesh_shape
+        if not active.any():
+            return np.zeros(len(decision.strategies) * len(active))
+        packed, picks = piece.packed, range(len(decision.strategies))
+        held = [
+            self.packed.bytes(index, packed, pick) if packed else value.bytes(decision, pick, shape) for pick in picks
+        ]
+        amounts: Matrix = np.array(held, dtype=np.float64)[:, None] * active[None, :]
+        return amounts.reshape(-1)
+
+
+def _same(amounts: Matrix, levels: Matrix) -> Matrix:
+    """Forbids all levels but that of the amount."""
+    return np.where(amounts[:, None] == levels[None, :], 0.0, float(FORBIDDEN))

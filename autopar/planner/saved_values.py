@@ -231,17 +231,14 @@ class _Finder:
     def _matters(self, reading: list[int], needed: set[int]) -> bool:
         return any(reader in needed or is_view(self.decisions[reader]) for reader in reading)
 
-    def _keep_across(self, cut: int, large: list[int]) -> None:
-        ends = ((index, max([index, *self.early_readers[index]])) for index in large if index <= cut)
-        self.checkpoints.update(index for index, end in ends if end > cut)
-
     def _grid(self, large: list[int]) -> list[int]:
         """Times at which the backward crosses a narrow cut of the forward: it first needs a value from before it."""
         changes = np.zeros(len(self.decisions) + 1)
-        for index in large:
-            last = max([index, *self.early_readers[index]])
-            changes[index] += float(self.decisions[index].bytes.min())
-            changes[last] -= float(self.decisions[index].bytes.min())
+        lasts = np.array([max([index, *self.early_readers[index]]) for index in large], dtype=np.int64)
+        for index, last in zip(large, lasts.tolist(), strict=True):
+            least = float(self.decisions[index].bytes.min())
+            changes[index] += least
+            changes[last] -= least
         crossing = np.cumsum(changes)[large] if large else changes[:0]
         firsts = [min(self.late_readers[index], default=len(self.decisions)) for index in large]
         first_before = np.minimum.accumulate(np.array(firsts, dtype=np.int64))
@@ -249,6 +246,7 @@ class _Finder:
         for place, bytes_ in enumerate(crossing):
             if bytes_ <= crossing[max(0, place - WINDOW) : place + WINDOW + 1].min():
                 found.add(int(first_before[place]))
-                self._keep_across(large[place], large)
+                across = np.flatnonzero(lasts[: place + 1] > large[place])
+                self.checkpoints.update(large[own] for own in across.tolist())
         starts = [index for index, late in enumerate(self.late) if late][:1]
         return sorted({*found, *starts} - {len(self.decisions)})

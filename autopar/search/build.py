@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,16 +38,18 @@ def build_network(problem: Problem) -> Built:
     sizes = [0] * (max(node_of, default=-1) + 1)
     for node, place in enumerate(node_of):
         sizes[place] = len(problem.costs[node])
-    node_costs, edge_costs, quantum = _in_quanta(problem)
+    arrays = [*problem.costs, *problem.edge_costs]
+    quanta, quantum = _in_quanta(arrays)
     network = Network(sizes, quantum)
-    network.rounding = 0.0 if quantum == 1.0 else 0.5 * (len(node_costs) + len(edge_costs))
-    for place, costs in zip(node_of, node_costs, strict=True):
-        network.unary[place] = network.unary[place] + costs
-    for (first, second), matrix in zip(problem.edges, edge_costs, strict=True):
-        if node_of[first] == node_of[second]:
-            network.unary[node_of[first]] = network.unary[node_of[first]] + matrix.diagonal()
+    network.rounding = 0.0 if quantum == 1.0 else 0.5 * len(arrays)
+    for (place, own), times in Counter(zip(node_of, map(id, problem.costs), strict=True)).items():
+        network.unary[place] = network.unary[place] + times * quanta[own]
+    ends = ((node_of[first], node_of[second]) for first, second in problem.edges)
+    for ((first, second), own), times in Counter(zip(ends, map(id, problem.edge_costs), strict=True)).items():
+        if first == second:
+            network.unary[first] = network.unary[first] + times * quanta[own].diagonal()
         else:
-            network.link(node_of[first], node_of[second], matrix)
+            network.link(first, second, times * quanta[own])
     _load(network, problem, node_of)
     return Built(network, node_of)
 
@@ -58,27 +61,28 @@ def _class_nodes(problem: Problem) -> tuple[int, ...]:
     return tuple(place_of.setdefault(group, len(place_of)) for group in problem.groups)
 
 
-def _in_quanta(problem: Problem) -> tuple[list[Array], list[Array], float]:
-    """Costs as whole multiples of a quantum, so that every later sum and difference is exact."""
-    arrays = [*problem.costs, *problem.edge_costs]
+def _in_quanta(arrays: Sequence[Array]) -> tuple[dict[int, Array], float]:
+    """By id: costs as whole multiples of a quantum, so that every later sum and difference is exact."""
     if not arrays:
-        return [], [], 1.0
-    flat = np.concatenate([array.reshape(-1) for array in arrays])
+        return {}, 1.0
+    different = {id(array): array for array in arrays}  # repeated layers share their arrays
+    times = Counter(map(id, arrays))
+    flat = np.concatenate([array.reshape(-1) for array in different.values()])
     forbidden = flat >= FORBIDDEN
     flat[forbidden] = 0.0
-    starts = np.cumsum([0, *(array.size for array in arrays)])
-    total = float(np.maximum.reduceat(np.abs(flat), starts[:-1]).sum())
+    starts = np.cumsum([0, *(array.size for array in different.values())])
+    greatest = np.maximum.reduceat(np.abs(flat), starts[:-1])
+    total = float(greatest @ np.array([times[own] for own in different], dtype=np.float64))
     quantum = 1.0
     if total >= 2.0**_EXACT_BITS or bool((flat != np.floor(flat)).any()):
         quantum = 2.0 ** (math.ceil(math.log2(total)) - _EXACT_BITS)
         flat = np.round(flat / quantum)
     flat[forbidden] = np.inf
-    parts = [
-        flat[start:stop].reshape(array.shape)
-        for start, stop, array in zip(starts[:-1].tolist(), starts[1:].tolist(), arrays, strict=True)
-    ]
-    count = len(problem.costs)
-    return parts[:count], parts[count:], quantum
+    parts = {
+        own: flat[start:stop].reshape(array.shape)
+        for start, stop, (own, array) in zip(starts[:-1].tolist(), starts[1:].tolist(), different.items(), strict=True)
+    }
+    return parts, quantum
 
 
 def maximal_times(intervals: Sequence[tuple[int, int]]) -> Array:

@@ -11,6 +11,7 @@ from torch import nn
 from autopar.capture.trace import capture
 from autopar.errors import InfeasibleProblemError
 from autopar.mesh import Mesh
+from autopar.planner import joint as joint_module
 from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.joint import Joint, joint_problem
@@ -81,3 +82,13 @@ def test_with_loss_allowed_it_is_never_worse_than_without(planning: PlanningProb
         picked = [states[pick % len(states)] for pick, states in zip(found.choice, joint.states, strict=False)]
         assert any(isinstance(state, Packed) for state in picked) == bool(words)
     assert costs[1] < costs[0]
+
+
+def test_more_layers_of_one_kind_make_the_joint_problem_no_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_module, "MAX_PAIRS", 30_000)
+    found = []
+    for count in (3, 30):
+        layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(count)]
+        problem = joint_of(planning_of(nn.Sequential(*layers), torch.randn(256, 16)), 1e15).problem
+        found.append((len(set(problem.groups or ())), len({id(costs) for costs in problem.costs})))
+    assert found[0] == found[1]

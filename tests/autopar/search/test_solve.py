@@ -168,3 +168,15 @@ def test_a_registered_strategy_is_found_by_its_name() -> None:
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
     with pytest.raises(UnknownStrategyError, match="ilp, dp, greedy"):
         solve(Problem.load(DATA / "example.json"), strategy="magic")
+
+
+@given(problem=problems(classes=3))
+@settings(max_examples=100)
+def test_arrays_that_nodes_and_edges_share_count_each_time(problem: Problem) -> None:
+    same: dict[str, np.ndarray] = {}
+
+    def shared(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(same.setdefault(repr(array.tolist()), array) for array in arrays)
+
+    together = replace(problem, costs=shared(problem.costs), edge_costs=shared(problem.edge_costs))
+    assert solved(together) == pytest.approx(least_cost(problem), rel=1e-9, abs=1e-12)
