@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,17 +15,15 @@ from autopar.capture.trace import capture
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.pipeline import LocalProgram, emit
+from autopar.passes.pipeline import emit
 from autopar.plan import Plan
-from autopar.planner.build import PlanningProblem, assignment_of
-from autopar.planner.decisions import DecisionList
+from autopar.planner.build import PlanningProblem
 from autopar.planner.expert_places import place_anew
 from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
 from autopar.planner.pipeline import plan_pipeline
 from autopar.planner.pipeline_again import follow_pipeline, plan_pipeline_like
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.pipeline_request import PipelineRequest
-from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
@@ -34,11 +32,8 @@ from autopar.runtime.inputs import first_microbatch
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
 from autopar.runtime.step import CompiledStep
-from autopar.sharding.assignment import Assignment, is_getitem
-from autopar.sharding.discovery.book import Known, RuleBook
-from autopar.sharding.discovery.finder import Finding
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
-from autopar.sharding.op_call import OpCall, call_of
 from autopar.stages.microbatch import cut_as, independent_microbatches
 from autopar.stages.staged import stage_program
 
@@ -68,10 +63,9 @@ class Compiler:
         """Capture, plan and emit one program; see `StepCompiler`."""
         program = self.ranks.all_succeed(lambda: self._captured(model, args, kwargs))
         options = replace(self.options, parameter_layouts=parameter_layouts)
-        text = self.ranks.first_decides(lambda: _pack(program, plan_or_follow(program, self.mesh, options, self.plan)))
-        choice, plan, findings = _unpack(text)
-        rules = RuleBook(Known(_by_call(program, findings)))
-        assignment, local = self.ranks.all_succeed(lambda: self._emit(program, choice, plan, rules))
+        text = self.ranks.first_decides(lambda: _pack(plan_or_follow(program, self.mesh, options, self.plan)))
+        assignment, plan = _unpack(text)
+        local = self.ranks.all_succeed(lambda: emit(program, assignment, self.geometry))
         return CompiledStep(program, assignment, local, plan)
 
     def place_experts(
@@ -82,13 +76,6 @@ class Compiler:
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         return capture(model, args, kwargs, device=self.mesh.device_type, precision=self.options.precision)
-
-    def _emit(
-        self, program: Program, choice: tuple[int, ...], plan: Plan, rules: RuleBook
-    ) -> tuple[Assignment, LocalProgram]:
-        decisions = DecisionList(program, Prices(self.mesh), self.options.optimizer, rules).build()
-        assignment = assignment_of(program, decisions, choice, self.mesh.shape, residency_of(decisions, plan))
-        return assignment, emit(program, assignment, self.geometry)
 
 
 def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | None) -> Planned:
@@ -104,34 +91,18 @@ def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | 
     return replace(planned, plan=planned.plan.repriced(notes=notes)) if notes else planned
 
 
-Findings = dict[str, Finding]  # by the key of a node
-
-
-def _pack(program: Program, planned: Planned) -> str:
-    """The choice, the plan, and what was discovered: the strategies among which the choice picks depend on it."""
-    known = planned.rules.findings
-    findings = {key: known[call] for key, call in _calls(program) if call in known} if known else {}
-    message = (planned.choice, planned.plan.repriced(problem=None, recomputation=None, planning=None), findings)
+def _pack(planned: Planned) -> str:
+    """What the first rank decides: the strategy of every op, and the plan."""
+    message = (planned.assignment, planned.plan.repriced(problem=None, recomputation=None, planning=None))
     return base64.b64encode(pickle.dumps(message)).decode()
 
 
-def _unpack(text: str) -> tuple[tuple[int, ...], Plan, Findings]:
+def _unpack(text: str) -> tuple[Assignment, Plan]:
     """What the first rank of this same program sent: the ranks of one job trust each other, as in torch.distributed."""
-    choice, plan, findings = pickle.loads(base64.b64decode(text))
+    assignment, plan = pickle.loads(base64.b64decode(text))
     if not isinstance(plan, Plan):
         raise PlanError("the first rank sent no plan")
-    return choice, plan, findings
-
-
-def _by_call(program: Program, findings: Findings) -> list[tuple[OpCall, Finding]]:
-    return [(call, findings[key]) for key, call in _calls(program) if key in findings] if findings else []
-
-
-def _calls(program: Program) -> Iterator[tuple[str, OpCall]]:
-    """The key and the call of every op."""
-    for node in program.graph_module.graph.nodes:
-        if node.op == "call_function" and not is_getitem(node):
-            yield node.meta["key"], call_of(node)
+    return assignment, plan
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import autopar
+from autopar.planner.decisions import DecisionList
 from tests.autopar.models import mlp, vit
 from tests.autopar.parity import adam, full, loss_of
 from tests.gloo import run_on_ranks
@@ -65,6 +67,20 @@ def load(folder: str, mesh_shape: tuple[int, ...], search: str) -> None:
         step(pmodel, optimizer, seed)
         step(reference, other, seed)
     assert_same_parameters(pmodel, reference)
+
+
+def loss_and_builds() -> tuple[float, int]:
+    """The loss, and how often this rank listed and priced the decisions."""
+    mesh = init_device_mesh("cpu", (2,))
+    with mock.patch.object(DecisionList, "build", autospec=True, side_effect=DecisionList.build) as build:
+        pmodel = autopar.compile(mlp()[0], mesh, example_inputs=batch(), search="megatron")
+    return float(loss_of(pmodel, (batch(),)).detach()), build.call_count
+
+
+def test_ranks_that_follow_the_first_price_nothing_again() -> None:
+    (loss, first), (other, follower) = run_on_ranks(loss_and_builds, 2)
+    assert (first, follower) == (1, 0)
+    assert loss == other
 
 
 def test_a_checkpoint_of_four_ranks_goes_on_on_two_by_two_and_on_one(tmp_path: Path) -> None:

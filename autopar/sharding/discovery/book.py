@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -54,16 +53,6 @@ class RuleBook:
         if call not in self.findings:
             self.findings[call] = self._discover(call)
         return self.findings[call]
-
-
-class Known:
-    """Findings made elsewhere: the first rank discovers, the others take its word."""
-
-    def __init__(self, pairs: Iterable[tuple[OpCall, Finding]]) -> None:
-        self._findings: Mapping[OpCall, Finding] = dict(pairs)
-
-    def __call__(self, call: OpCall) -> Finding:
-        return self._findings.get(call, Finding())
 
 
 PROCESS_MEMORY: dict[object, Finding] = {}  # of ops whose findings cannot be kept on disk

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from autopar.sharding.discovery.book import Bench, Discovery, Known, RuleBook, bench_for
+from autopar.sharding.discovery.book import Bench, Discovery, RuleBook, bench_for
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.execution import call_in, trace_op
 from autopar.sharding.op_call import OpCall
@@ -190,8 +190,6 @@ def test_written_rules_go_before_discovered_ones_and_the_replicated_one_before_a
     assert not book.findings
 
 
-def test_a_book_without_discovery_replicates_and_one_of_known_findings_believes_them() -> None:
+def test_a_book_without_discovery_replicates() -> None:
     made = call(ops.gated_op, real(8, 64), real(8, 64))
     assert RuleBook().rules_of(made) == (replicate_rule(made),)
-    known = discovered(ops.gated_op, real(8, 64), real(8, 64))
-    assert RuleBook(Known([(made, known)])).rules_of(made) == (replicate_rule(made), *known.rules)
