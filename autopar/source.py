@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import sysconfig
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -13,11 +14,13 @@ _TORCH = str(Path(torch.__file__).parent)
 _AUTOPAR = str(Path(__file__).resolve().parent)
 _FAKE_KERNELS = str(Path(_TORCH) / "_subclasses" / "fake_tensor.py")  # below it run the fakes that users register
 _OWN = (_TORCH, _AUTOPAR, str(Path(_AUTOPAR).parent / "passes"), "<")
+_PYTHON = sysconfig.get_path("stdlib")
+_INSTALLED = str(Path(_PYTHON) / "site-packages")  # by default they lie in the folder of Python's own modules
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file belongs to neither PyTorch nor autopar."""
-    return not filename.startswith(_OWN)
+    """Whether a file belongs to neither PyTorch nor autopar nor Python itself."""
+    return not filename.startswith(_OWN) and (not filename.startswith(_PYTHON) or filename.startswith(_INSTALLED))
 
 
 def describe(filename: str, line: int, function: str) -> str:

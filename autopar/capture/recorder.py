@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from autopar.capture.known_values import KnownValues, UnknownValueError
 from autopar.errors import CaptureError
 from autopar.fake_calls import FakeCalls
 from autopar.source import calling_line, describe
 from autopar.torch_compat import (
+    DataDependentOutputException,
     DispatchMode,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     LazyGraphModule,
     below_torch_functions,
+    broadcast_shapes,
     is_implicit_composite,
 )
 
 _DEVICE = torch.ops.prim.device.default  # a question of the dispatcher's, not an op
 _LIFT = torch.ops.aten.lift_fresh.default  # of a fresh tensor; in a graph it must copy, or a run would change it
 _LIFT_COPY = torch.ops.aten.lift_fresh_copy.default
+_INDEX, _MASKED_SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
+_EXPAND, _NONZERO, _TO_COPY = (
+    torch.ops.aten.expand.default,
+    torch.ops.aten.nonzero_numpy.default,
+    torch.ops.aten._to_copy.default,
+)
 
 
 class Recorder(DispatchMode):
@@ -43,6 +55,7 @@ class Recorder(DispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.meta: dict[str, Any] = {}  # what new nodes inherit
         self._fakes = FakeCalls(mode)
+        self._known = KnownValues(self.nodes, self.constants)
         self._constant_nodes: dict[int, fx.Node] = {}  # by id of the tensor, which `constants` keeps
 
     def record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -73,9 +86,15 @@ class Recorder(DispatchMode):
         target = _LIFT_COPY if func is _LIFT else func
         name = func.overloadpacket.__name__
         arguments, keywords = self._noded(args), self._noded(kwargs)
+        try:
+            value = self._fakes(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            try:
+                return self._known_result(func, args, kwargs)
+            except UnknownValueError:
+                raise error from None
         node = self.graph.create_node("call_function", target, (), {}, name)  # faster than with the arguments
         node.args, node.kwargs = arguments, keywords
-        value = self._fakes(func, args, kwargs)
         if isinstance(value, Tensor):
             self._hold(value, self._node(node, self._snapshot(value)))
         elif isinstance(value, (tuple, list)):
@@ -85,6 +104,40 @@ class Recorder(DispatchMode):
         else:  # a question to which the answer is known
             self.graph.erase_node(node)
         return value
+
+    def _known_result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns whose result, or its shape, depends on values. Raises UnknownValueError.
+
+        Tensors that were computed become constants of the graph; a choice by a known mask becomes one by numbers.
+        """
+        if func is _INDEX:
+            return self._call(func, (args[0], self._numbered(args[1])), kwargs)
+        if func is _MASKED_SELECT:
+            shape = broadcast_shapes(args[0].shape, args[1].shape)
+            source, mask = (self._call(_EXPAND, (item, shape), {}) for item in args)
+            return self._call(_INDEX, (source, self._numbered([mask])), {})
+        result = self._known.result(func, self._noded(args), self._noded(kwargs))
+        return pytree.tree_map_only(Tensor, partial(self._given, self._device_type(args)), result)
+
+    def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices of an indexing op with every mask, of which the value must be known, replaced by positions."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            positions = self._known.result(_NONZERO, (self._noded(index),), {})
+            found.extend(self._given(index.device.type, item) for item in positions)
+        return found
+
+    def _given(self, device_type: str, value: Tensor) -> Tensor:
+        """A fake of a tensor with a value, which becomes a constant of the graph."""
+        fake = self._fakes.mode.from_tensor(value)
+        self._hold(fake, self._constant(value))
+        if device_type == value.device.type:
+            return fake
+        moved: Tensor = self._call(_TO_COPY, (fake,), {"device": torch.device(device_type)})
+        return moved
 
     @staticmethod
     def _device_type(args: Sequence[Any]) -> str:

@@ -153,6 +153,7 @@ class _Trace:
             raise NoParametersError(
                 f"{type(model).__name__} has no parameters", fix="there is nothing to distribute: run it as it is"
             )
+        _refuse_torchscript(model)
         self.kept_wide = kept_wide(model)
         self.flat, self.input_spec = pytree.tree_flatten((args, kwargs))
         self.inputs = tensor_leaves(args, kwargs)
@@ -281,6 +282,16 @@ class _Trace:
         _refuse_sparse(found)
         self.outputs.extend(ProgramOutput(OutputKind.GRADIENT, name) for name in found)
         return list(found.values())
+
+
+def _refuse_torchscript(model: nn.Module) -> None:
+    """Its tensors cannot be replaced while it runs, nor its random functions."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'} is TorchScript, which runs outside of Python",
+                fix="pass the nn.Module that it was made of, or an ExportedProgram",
+            )
 
 
 def _refuse_sparse(gradients: dict[str, torch.Tensor]) -> None:

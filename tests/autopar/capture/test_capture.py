@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -212,6 +214,11 @@ class Writing(nn.Linear):
         return super().forward(x)
 
 
+class Choosing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * heapq.nsmallest(1, list(x.sum(1)))[0]  # Python's own code compares them
+
+
 class Failing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.reshape(5, 5))
@@ -223,6 +230,7 @@ class Failing(nn.Linear):
         (Branching, DataDependentError, "if x.sum() > 0"),
         (Shaping, DataDependentError, "[x[:, 0] > 0]"),
         (Writing, MutatedInputError, "x.mul_(2)"),
+        (Choosing, DataDependentError, "heapq.nsmallest"),
         (Failing, CaptureError, "x.reshape(5, 5)"),
     ],
 )
@@ -234,6 +242,16 @@ def test_what_cannot_be_captured_is_refused_with_the_users_line(
     assert line in caught.value.where
     assert "test_capture.py" in caught.value.where
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["", "1"])
+def test_torchscript_is_refused_by_name(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        script = torch.jit.script(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), script) if name else script
+    with pytest.raises(CaptureError, match=f"{name or 'the model'} is TorchScript"):
+        capture(model, (torch.ones(3, 4),), {})
 
 
 def test_a_model_without_parameters_is_refused() -> None:
