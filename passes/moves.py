@@ -96,7 +96,7 @@ def _all_reduce(change: _Change, value: fx.Node) -> fx.Node:
     build = change.build
     assert isinstance(change.step.source, Partial)
     reduce_op = change.step.source.reduce_op
-    sent = _packed(build, _as_carrier(build, value))
+    sent = packed(build, _as_carrier(build, value))
     total = build.all_reduce(sent, change.step.axis, "sum" if reduce_op == "avg" else reduce_op)
     if reduce_op == "avg":  # gloo has no mean
         total = build.op(aten.div.Tensor, total, change.ranks)
@@ -106,7 +106,7 @@ def _all_reduce(change: _Change, value: fx.Node) -> fx.Node:
 def _all_gather(change: _Change, value: fx.Node) -> fx.Node:
     """Shard to Replicate: collectives join chunks along dim 0, so other dims are moved there and back."""
     build, dim = change.build, _dim(change.step.source)
-    sent = _packed(build, _padded(change, _as_carrier(build, value), dim))
+    sent = packed(build, _padded(change, _as_carrier(build, value), dim))
     rows, *rest = sent.meta["val"].shape
     shape = (rows * change.ranks, *rest)
     gathered = build.collective(c10d.all_gather_into_tensor.default, sent, shape, change.ranks, change.group)
@@ -118,7 +118,7 @@ def _reduce_scatter(change: _Change, value: fx.Node) -> fx.Node:
     """Partial to Shard."""
     build, dim = change.build, _dim(change.step.target)
     whole = _padded(change, _as_carrier(build, value), dim)
-    sent = _packed(build, _split_chunks(change, whole, dim))
+    sent = packed(build, _split_chunks(change, whole, dim))
     rows, *rest = sent.meta["val"].shape
     shape = (rows // change.ranks, *rest)
     own = build.collective(c10d.reduce_scatter_tensor.default, sent, shape, "sum", change.ranks, change.group)
@@ -131,7 +131,7 @@ def _all_to_all(change: _Change, value: fx.Node) -> fx.Node:
     sent = _as_carrier(build, value)
     for dim in (old, new):
         sent = _padded(change, sent, dim)
-    sent = _packed(build, _split_chunks(change, sent, new))
+    sent = packed(build, _split_chunks(change, sent, new))
     shape = sent.meta["val"].shape
     each = [shape[0] // change.ranks] * change.ranks
     received = build.collective(c10d.all_to_all_single.default, sent, shape, each, each, change.group)
@@ -170,7 +170,7 @@ def _cut(change: _Change, value: fx.Node, dim: int) -> fx.Node:
     if not change.is_uneven(dim):
         return value
     kept = change.build.op(aten.slice.Tensor, value, dim, 0, change.length(change.after, dim))
-    return _packed(change.build, kept)
+    return packed(change.build, kept)
 
 
 def _join_chunks(change: _Change, value: fx.Node, dim: int) -> fx.Node:
@@ -191,7 +191,7 @@ def _split_chunks(change: _Change, value: fx.Node, dim: int) -> fx.Node:
     return build.op(aten.flatten.using_ints, build.op(aten.movedim.int, chunks, dim, 0), 0, 1)
 
 
-def _packed(build: GraphBuilder, value: fx.Node) -> fx.Node:
+def packed(build: GraphBuilder, value: fx.Node) -> fx.Node:
     """`value` in contiguous memory. Strides decide, not sizes, so that ranks agree whose chunks have other sizes."""
     tensor = value.meta["val"]
     if tuple(tensor.stride()) == _contiguous_strides(tensor.shape):

@@ -15,6 +15,7 @@ from torch import fx
 from autopar.capture.functionalize import functionalize, mutates
 from autopar.capture.observer import Origin
 from autopar.capture.program import InputKind, OutputKind, ProgramInput, ProgramOutput, results_of
+from autopar.capture.strided_views import read_contiguous_tensors
 from autopar.errors import CaptureError, MutatedInputError
 from autopar.sharding.op_call import op_name
 from autopar.source import describe
@@ -52,6 +53,7 @@ def assemble(raw: fx.GraphModule, interface: Interface, mode: FakeTensorMode) ->
     pure, mutated = functionalize(raw, mode)
     kind_of = dict(zip(names, kinds, strict=True))
     _refuse_mutated_inputs(mutated, kind_of, lines)
+    read_contiguous_tensors(pure.graph, mode, _line)
     outputs = _add_mutated_buffers(pure, mutated, kind_of, interface.outputs)
     graph_module = _rebuild(pure, [readable_name(*kind_of[name]) for name in names])
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]

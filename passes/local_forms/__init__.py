@@ -29,6 +29,7 @@ from autopar.passes.local_forms import (
     sliding,
     softmax,
     statistics,
+    strided,
 )
 from autopar.sharding.op_call import op_name
 
@@ -53,6 +54,7 @@ TABLES: tuple[Mapping[str, LocalForm], ...] = (
     sliding.FORMS,
     softmax.FORMS,
     statistics.FORMS,
+    strided.FORMS,
 )
 LOCAL_FORMS: Mapping[str, LocalForm] = MappingProxyType(dict(chain.from_iterable(table.items() for table in TABLES)))
 

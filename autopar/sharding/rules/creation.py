@@ -52,7 +52,7 @@ RULES: RuleTable = {
             aten.tril_indices.default aten.triu_indices.default aten.as_strided.default aten.trace.default
             aten.median.default aten.nanmedian.default aten.histc.default aten.masked_scatter.default
             aten.empty_strided.default aten.new_empty_strided.default aten.empty_permuted.default
-            aten.block_diag.default
+            aten.block_diag.default aten.as_strided_copy.default aten.as_strided_scatter.default
         """),
         whole,
     ),
