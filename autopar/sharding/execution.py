@@ -16,8 +16,9 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.localize import localize
+from autopar.passes.localize import fake_mode_of, localize
 from autopar.runtime.lockstep import run_lockstep
 from autopar.runtime.virtual_groups import every_coordinates, virtual_group_names
 from autopar.sharding.assignment import Assignment
@@ -112,13 +113,21 @@ def _error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
 
 
 def run_sharded(
-    gm: fx.GraphModule, strategy: Strategy, mesh_shape: tuple[int, ...], tensors: Sequence[torch.Tensor]
+    gm: fx.GraphModule,
+    strategy: Strategy,
+    mesh_shape: tuple[int, ...],
+    tensors: Sequence[torch.Tensor],
+    fake_calls: FakeCalls | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The full results of a graph of `trace_op` on `tensors`, computed in shards by all ranks of a mesh."""
+    """The full results of a graph of `trace_op` on `tensors`, computed in shards by all ranks of a mesh.
+
+    `fake_calls`: of `fake_calls_of(gm)`; given again, it knows what other strategies of the graph have called.
+    """
+    fake_calls = fake_calls or fake_calls_of(gm)
     placeholders = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
     layouts = dict(zip(placeholders, strategy.inputs, strict=True))
     assignment = Assignment(mesh_shape, {"op": strategy}, layouts, ())
-    programs = [localize(gm, assignment, geometry) for geometry in virtual_geometries(mesh_shape)]
+    programs = [localize(gm, assignment, geometry, fake_calls) for geometry in virtual_geometries(mesh_shape)]
     shards = [distribute(tensor, layout, mesh_shape) for tensor, layout in zip(tensors, strategy.inputs, strict=True)]
     results = run_lockstep(programs, [list(rank) for rank in zip(*shards, strict=True)] or [[] for _ in programs])
     outputs = []
@@ -126,6 +135,11 @@ def run_sharded(
         parts = [result[index] for result in results]
         outputs.append(None if parts[0] is None else recombine(parts, layout, mesh_shape))
     return tuple(outputs)
+
+
+def fake_calls_of(gm: fx.GraphModule) -> FakeCalls:
+    """Calls under the mode of a graph's fake values, for all strategies in which it is run."""
+    return FakeCalls(fake_mode_of(gm))
 
 
 def virtual_geometries(mesh_shape: tuple[int, ...]) -> list[RankGeometry]:

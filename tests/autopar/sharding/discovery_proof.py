@@ -14,7 +14,7 @@ from autopar.sharding.discovery.book import Discovery
 from autopar.sharding.discovery.finder import Finding
 from autopar.sharding.discovery.samples import Kind, draw
 from autopar.sharding.discovery.scaling import Precision, Setting, has_form, namings, scaled, small_sizes
-from autopar.sharding.execution import call_in, can_run, run_sharded, trace_op, worst_error
+from autopar.sharding.execution import call_in, can_run, fake_calls_of, run_sharded, trace_op, worst_error
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.strategies import Strategy
 from tests.autopar.sharding.rules.proving import tolerance
@@ -62,7 +62,7 @@ def _in_other_sizes(call: OpCall) -> Iterator[tuple[tuple[Any, ...], dict[str, A
 
 def _wrong_strategies(target: Any, args: Any, kwargs: dict[str, Any], finding: Finding) -> tuple[list[str], int]:
     gm = trace_op(target, args, kwargs)
-    call = call_in(gm)
+    call, fake_calls = call_in(gm), fake_calls_of(gm)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     expected = as_outputs(target(*args, **kwargs))
     wrong, count = [], 0
@@ -72,7 +72,7 @@ def _wrong_strategies(target: Any, args: Any, kwargs: dict[str, Any], finding: F
             shapes = [tuple(tensor.shape) for tensor in tensors]
             names = f"{call.name}{shapes} on {mesh_shape}: {' x '.join(map(describe, strategy.rules))}"
             try:
-                off_by = worst_error(run_sharded(gm, strategy, mesh_shape, tensors), expected)
+                off_by = worst_error(run_sharded(gm, strategy, mesh_shape, tensors, fake_calls), expected)
             except Exception as error:  # a program that cannot run is a false claim too
                 wrong.append(f"{names}: {type(error).__name__} {str(error)[:200]}")
                 continue

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.sharding.check_rule import as_outputs, describe
-from autopar.sharding.execution import call_in, can_run, run_sharded, trace_op, worst_error
+from autopar.sharding.execution import call_in, can_run, fake_calls_of, run_sharded, trace_op, worst_error
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.registry import rules_of
 from autopar.sharding.strategies import Strategy
@@ -39,7 +39,7 @@ def wrong_strategies(
         gm = trace_op(target, args, kwargs)
     except Exception as error:  # an op that no plan can hold has no business with a rule
         return [f"{target} cannot be traced: {type(error).__name__} {str(error)[:300]}"], 0
-    call = call_in(gm)
+    call, fake_calls = call_in(gm), fake_calls_of(gm)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     expected = as_outputs(target(*args, **kwargs))
     wrong, count = [], 0
@@ -48,7 +48,7 @@ def wrong_strategies(
             count += 1
             names = f"{call.name} on {mesh_shape}: {' x '.join(map(describe, strategy.rules))}"
             try:
-                off_by = worst_error(run_sharded(gm, strategy, mesh_shape, tensors), expected)
+                off_by = worst_error(run_sharded(gm, strategy, mesh_shape, tensors, fake_calls), expected)
             except Exception as error:  # any failure of any op is a failed proof, and is listed
                 wrong.append(f"{names}: {type(error).__name__} {str(error)[:300]}")
                 continue
