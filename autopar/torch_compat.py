@@ -38,6 +38,7 @@ __all__ = [
     "below_torch_functions",
     "broadcast_shapes",
     "has_kernel",
+    "is_cuda_built",
     "is_implicit_composite",
     "join_ranks",
     "outside_tracing",
@@ -99,6 +100,12 @@ def join_ranks(running: ProcessContext, timeout_s: float | None) -> bool:
     """
     join: Callable[..., bool] = running.join
     return join(timeout=timeout_s)
+
+
+def is_cuda_built() -> bool:
+    """Whether this PyTorch was built with CUDA, whatever devices there are."""
+    is_built: Callable[[], bool] = torch.backends.cuda.is_built
+    return is_built()
 
 
 def autograd_sequence_number() -> int:

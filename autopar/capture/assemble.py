@@ -29,6 +29,11 @@ IDENTITIES = (
 )
 
 
+DENSE_FORMS = (
+    "use a dense tensor; instead of a product with a sparse matrix, index_add of the rows that its entries name"
+)
+
+
 @dataclass(frozen=True)
 class Interface:
     """What the traced function's inputs and outputs stand for, in order; tangents by their position in the graph."""
@@ -55,6 +60,7 @@ def assemble(raw: fx.GraphModule, interface: Interface, mode: FakeTensorMode) ->
     _refuse_mutated_inputs(mutated, kind_of, lines)
     read_contiguous_tensors(pure.graph, mode, _line)
     outputs = _add_mutated_buffers(pure, mutated, kind_of, interface.outputs)
+    _refuse_sparse_values(pure.graph)
     graph_module = _rebuild(pure, [readable_name(*kind_of[name]) for name in names])
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(ProgramInput(node, *kind_of[name]) for node, name in zip(placeholders, names, strict=True))
@@ -128,6 +134,15 @@ def _refuse_mutated_inputs(
                 f"the model writes into its {kind.value} {name!r}",
                 where=lines.get(placeholder, ""),
                 fix="write into a copy (x = x.clone()), or use the out-of-place form of the op",
+            )
+
+
+def _refuse_sparse_values(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                f"{node.target} makes a tensor of layout {value.layout}", where=_line(node), fix=DENSE_FORMS
             )
 
 

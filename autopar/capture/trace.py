@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from autopar.capture.assemble import Interface, assemble
+from autopar.capture.assemble import DENSE_FORMS, Interface, assemble
 from autopar.capture.attributes import no_fakes_left
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
@@ -23,13 +23,21 @@ from autopar.capture.recorder import Recorder
 from autopar.capture.replacements.experts import traceable_experts
 from autopar.capture.replacements.normalization import traceable_batch_norms
 from autopar.collector import collector_paused
-from autopar.errors import AutoparError, CaptureError, DataDependentError, MutatedInputError, NoParametersError
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    DataDependentError,
+    MeshError,
+    MutatedInputError,
+    NoParametersError,
+)
 from autopar.source import raising_line
 from autopar.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
+    is_cuda_built,
     outside_tracing,
     without_autocast_cache,
 )
@@ -162,10 +170,16 @@ class _Trace:
             (InputKind.BUFFER, self.buffers),
             (InputKind.INPUT, self.inputs),
         )
+        for kind, named in kinds:
+            _refuse_other_layouts(kind, named)
         self.interface = [(kind, name) for kind, named in kinds for name in named] + [(InputKind.SEED, "seed")]
         self.tangents: list[tuple[int, str]] = []  # (position in the graph, output's name) of what stands for tangents
         self.outputs: list[ProgramOutput] = []
         self.wants_gradients = torch.is_grad_enabled()
+        if self.wants_gradients and device.startswith("cuda") and not is_cuda_built():
+            raise MeshError(  # autograd would end the process
+                "this PyTorch was built without cuda", fix="leave out device_type: the hardware is what is planned for"
+            )
 
     def run(self) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -292,6 +306,13 @@ def _refuse_torchscript(model: nn.Module) -> None:
                 f"{name or 'the model'} is TorchScript, which runs outside of Python",
                 fix="pass the nn.Module that it was made of, or an ExportedProgram",
             )
+
+
+def _refuse_other_layouts(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> None:
+    """What the program is given must lie in memory by strides."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise CaptureError(f"the {kind.value} {name!r} is a tensor of layout {tensor.layout}", fix=DENSE_FORMS)
 
 
 def _refuse_sparse(gradients: dict[str, torch.Tensor]) -> None:

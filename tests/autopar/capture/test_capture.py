@@ -18,6 +18,7 @@ from autopar.capture.trace import capture, tensor_leaves
 from autopar.errors import (
     CaptureError,
     DataDependentError,
+    MeshError,
     MutatedInputError,
     NoParametersError,
     OmittedOutputError,
@@ -219,6 +220,12 @@ class Choosing(nn.Linear):
         return super().forward(x) * heapq.nsmallest(1, list(x.sum(1)))[0]  # Python's own code compares them
 
 
+class Sparse(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        entries = torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), x[0, :2], (3, 3))
+        return torch.sparse.mm(entries, super().forward(x))
+
+
 class Failing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.reshape(5, 5))
@@ -230,6 +237,7 @@ class Failing(nn.Linear):
         (Branching, DataDependentError, "if x.sum() > 0"),
         (Shaping, DataDependentError, "[x[:, 0] > 0]"),
         (Writing, MutatedInputError, "x.mul_(2)"),
+        (Sparse, CaptureError, "torch.sparse_coo_tensor"),
         (Choosing, DataDependentError, "heapq.nsmallest"),
         (Failing, CaptureError, "x.reshape(5, 5)"),
     ],
@@ -252,6 +260,17 @@ def test_torchscript_is_refused_by_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), script) if name else script
     with pytest.raises(CaptureError, match=f"{name or 'the model'} is TorchScript"):
         capture(model, (torch.ones(3, 4),), {})
+
+
+def test_a_device_that_this_pytorch_was_built_without_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(MeshError, match="built without cuda"):
+        capture(nn.Linear(4, 4), (torch.ones(3, 4),), {}, device="cuda")
+
+
+def test_a_sparse_input_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the input '0' is a tensor of layout torch\.sparse_coo"):
+        capture(nn.Linear(4, 4), (torch.eye(4).to_sparse(),), {})
 
 
 def test_a_model_without_parameters_is_refused() -> None:
