@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from autopar.fake_calls import FakeCalls
 from autopar.sharding.layout import Layout, local_chunk
-from autopar.sharding.op_call import OpCall
+from autopar.sharding.op_call import OpCall, target_of
 from autopar.sharding.strategies import Strategy
 
 WORK_SHARE = "work_share"  # in a node's meta: the part of the rows given to it on which an op works, as is expected
@@ -46,8 +46,13 @@ class GraphBuilder:
         node = self.graph.create_node("call_function", target, (), {}, name)  # faster than with the arguments
         node.args, node.kwargs = args, kwargs
         node.meta.update(self.meta)
-        node.meta["val"] = self.fake_calls(target, map_arg(args, value_of), map_arg(kwargs, value_of))
+        node.meta["val"] = self.value_of_call(node)
         return node
+
+    def value_of_call(self, node: fx.Node) -> Any:
+        """The fake value of a call from those of its arguments."""
+        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+        return self.fake_calls(target_of(node), args, kwargs)
 
     def all_reduce(self, node: fx.Node, axis: int, reduce_op: str = "sum") -> fx.Node:
         """All-reduce over one mesh axis, waited for."""

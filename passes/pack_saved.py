@@ -117,13 +117,14 @@ class _Packer:
 
     def _redirect(self, root: fx.Node, value: fx.Node, first: fx.Node) -> None:
         """Let the backward read the unpacked value, and views of it that are taken anew."""
-        copies = {root: value}
-        for node in _family(root):
-            if node is not root and node not in self.late:
-                self.views[node] = None
-        for source in [node for node in _family(root) if node not in self.late]:
+        copies, family = {root: value}, list(_family(root))
+        for source in [node for node in family if node not in self.late]:
+            if source is not root:
+                self.views[source] = None
             for reader in [user for user in source.users if user in self.late]:
                 reader.replace_input_with(source, self._view(source, copies, first))
+        for view in [node for node in family if node in self.late]:
+            view.meta["val"] = self.build.value_of_call(view)  # it lies in the storage of the unpacked value now
 
     def _view(self, node: fx.Node, copies: dict[fx.Node, fx.Node], first: fx.Node) -> fx.Node:
         if node not in copies:

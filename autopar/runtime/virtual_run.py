@@ -95,7 +95,10 @@ class _VirtualStep:
         del first
         backward = [rank.backward for rank in self.ranks if rank.backward is not None]
         if backward:
-            second = run_lockstep(backward, self._inputs(backward, values, saved), memory)
+            count = len(saved[0])
+            inputs = self._inputs(backward, values, saved)
+            kept += [tuple(rank[count:]) for rank in inputs]  # autograd holds the tangents
+            second = run_lockstep(backward, inputs, memory)
             results = [[*rank, *gradients] for rank, gradients in zip(results, second, strict=True)]
         return replace(self._recombined(results, memory.peak_bytes), host_bytes=memory.host_peak_bytes)
 

@@ -12,6 +12,7 @@ from autopar.capture.trace import capture
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.packings import Saved, form_for
 from autopar.passes.pipeline import LocalProgram, emit
+from autopar.passes.storages import storages_of
 from autopar.runtime.virtual_groups import virtual_group_names
 from autopar.sharding.op_call import call_of
 from tests.passes.filecheck import check, line_of
@@ -70,6 +71,17 @@ def test_what_is_read_through_a_view_is_viewed_again() -> None:
     for node in local.joint.graph.nodes:  # views of what came back have the strides of those of what left
         if node.name in same and isinstance(node.meta["val"], torch.Tensor):
             assert node.meta["val"].stride() == same[node.name].stride()
+
+
+def test_what_the_backward_views_lies_in_what_came_back() -> None:
+    """A storage of the forward lives on in the backward only if it is handed over: the plan's memory counts on it."""
+    local = emitted({(key, 0): "offload" for op in VALUES for key in keys(op, "transformer")}, "transformer")
+    assert local.backward is not None
+    early = {storage for node in local.forward.graph.nodes if node.op != "output" for storage in storages_of(node)}
+    late = [node for node in local.backward.graph.nodes if node.op != "output"]
+    given = {storage for node in late if node.op == "placeholder" for storage in storages_of(node)}
+    for node in late:
+        assert not (early & storages_of(node).keys()) - given, node.name
 
 
 def test_nothing_packed_changes_nothing() -> None:
