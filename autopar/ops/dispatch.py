@@ -55,23 +55,33 @@ def all_to_all_rows(rows: Tensor, coming: Tensor, sent: Tensor, group: str) -> T
     return received
 
 
+def packed_row(dtypes: Sequence[torch.dtype], widths: Sequence[int]) -> tuple[list[int], int]:
+    """(the first byte of each tensor's part, the bytes of all) of a packed row: every part can be viewed in its dtype.
+
+    The widest dtypes come first, and the row ends on a multiple of the widest.
+    """
+    starts, end = [0] * len(dtypes), 0
+    for place in sorted(range(len(dtypes)), key=lambda item: -dtypes[item].itemsize):
+        starts[place] = end
+        end += dtypes[place].itemsize * widths[place]
+    widest = max(dtype.itemsize for dtype in dtypes)
+    return starts, -(-end // widest) * widest
+
+
 @op("pack_rows(Tensor[] tensors, Tensor? token) -> Tensor")
 def pack_rows(tensors: Sequence[Tensor], token: Tensor | None) -> Tensor:
-    """The rows `token` of the tensors [T, *], or all rows, side by side: uint8 [R, bytes]."""
-    rows = tensors if token is None else [tensor[token] for tensor in tensors]
-    return torch.cat([row.contiguous().view(torch.uint8) for row in rows], 1)
-
-
-@op("unpack_rows(Tensor packed, ScalarType[] dtypes, int[] widths) -> Tensor[]")
-def unpack_rows(packed: Tensor, dtypes: Sequence[torch.dtype], widths: Sequence[int]) -> list[Tensor]:
-    """The tensors [R, width] of one dtype each that `pack_rows` was given."""
-    sizes = [dtype.itemsize * width for dtype, width in zip(dtypes, widths, strict=True)]
-    bounds = pairwise(accumulate(sizes, initial=0))
-    columns = [packed[:, start:end].clone(memory_format=torch.contiguous_format) for start, end in bounds]
-    return [
-        column.view(dtype) if column.numel() else column.new_empty((len(column), width), dtype=dtype)
-        for column, dtype, width in zip(columns, dtypes, widths, strict=True)
-    ]
+    """The rows `token` of the tensors [T, width], or all rows, side by side as `packed_row` says: uint8 [R, bytes]."""
+    starts, row_bytes = packed_row([tensor.dtype for tensor in tensors], [tensor.shape[1] for tensor in tensors])
+    rows = tensors[0].shape[0] if token is None else token.shape[0]
+    packed = tensors[0].new_empty((rows, row_bytes), dtype=torch.uint8)
+    packed[:, sum(tensor.shape[1] * tensor.element_size() for tensor in tensors) :].zero_()
+    for tensor, start in zip(tensors, starts, strict=True):
+        part = packed[:, start : start + tensor.shape[1] * tensor.element_size()].view(tensor.dtype)
+        if token is None:
+            part.copy_(tensor)
+        else:
+            torch.index_select(tensor, 0, token, out=part)
+    return packed
 
 
 @op("sum_by_token(Tensor rows, Tensor token, Tensor sent, Tensor like) -> Tensor")
@@ -108,14 +118,8 @@ def _(rows: Tensor, coming: Tensor, sent: Tensor, group: str) -> Tensor:
 @fake_of("pack_rows")
 def _(tensors: Sequence[Tensor], token: Tensor | None) -> Tensor:
     rows = tensors[0].shape[0] if token is None else token.shape[0]
-    width = sum(tensor.shape[1] * tensor.element_size() for tensor in tensors)
-    return tensors[0].new_empty((rows, width), dtype=torch.uint8)
-
-
-@fake_of("unpack_rows")
-def _(packed: Tensor, dtypes: Sequence[torch.dtype], widths: Sequence[int]) -> list[Tensor]:
-    pairs = zip(dtypes, widths, strict=True)
-    return [packed.new_empty((packed.shape[0], width), dtype=dtype) for dtype, width in pairs]
+    _, row_bytes = packed_row([tensor.dtype for tensor in tensors], [tensor.shape[1] for tensor in tensors])
+    return tensors[0].new_empty((rows, row_bytes), dtype=torch.uint8)
 
 
 @fake_of("sum_by_token")

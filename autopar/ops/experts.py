@@ -21,6 +21,8 @@ from autopar.ops.grouped import group_sums, outer_product, product, spans
 from autopar.ops.pointwise_program import gradient_text, parse
 from autopar.torch_compat import outside_tracing
 
+BLOCK_BYTES = 1 << 19  # of one hidden tensor: so many rows at a time a CPU has in its cache from one op to the next
+
 LAYER = (
     "Tensor x, Tensor index, Tensor scores, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
     "str activation, SymInt first"
@@ -53,9 +55,11 @@ def choices_of(index: Tensor, first: int, experts: int) -> Choices:
 
 def summed_by_token(rows: Tensor, choices: Choices, tokens: int) -> Tensor:
     """[R, N] -> [tokens, N], in the order of each token's choices: the same bits on every rank and device."""
-    places = rows.new_zeros((tokens, choices.slots, rows.shape[1]))
-    places[choices.token, choices.slot] = rows
-    return places.sum(1)
+    out = rows.new_zeros((tokens, rows.shape[1]))
+    for slot in range(choices.slots):
+        (own,) = (choices.slot == slot).nonzero(as_tuple=True)
+        out.index_add_(0, choices.token[own], rows.index_select(0, own))  # a token is once in a slot
+    return out
 
 
 def weights_of(up: Tensor) -> Tensor:
@@ -63,12 +67,47 @@ def weights_of(up: Tensor) -> Tensor:
     return up.flatten(1, 2)
 
 
-def arguments_of_activation(rows: Tensor, up: Tensor, up_bias: Tensor | None, choices: Choices) -> tuple[Tensor, ...]:
-    """up @ x + up_bias for the rows [R, H] of x, G tensors [R, F]."""
+def arguments_of_activation(rows: Tensor, up: Tensor, up_bias: Tensor | None, choices: Choices) -> Tensor:
+    """up @ x + up_bias for the rows [R, H] of x: [R, G, F]."""
     values = product(rows, weights_of(up).transpose(1, 2), choices.spans)
     if up_bias is not None:
         values = values + up_bias.flatten(1)[choices.expert]
-    return values.view(-1, *up.shape[1:3]).unbind(1)
+    return values.view(-1, *up.shape[1:3])
+
+
+def blocks_of(values: Tensor) -> list[slice]:
+    """The rows of [R, G, F] in blocks that a CPU's cache holds; all at once on any other device."""
+    count = values.shape[0]
+    row_bytes = max(1, values.shape[2] * values.element_size())
+    length = max(1, BLOCK_BYTES // row_bytes if values.device.type == "cpu" else count)
+    return [slice(start, start + length) for start in range(0, count, length)]
+
+
+def weighted(rows: Tensor, weight: Tensor) -> Tensor:
+    """[R, N] times [R, 1], in the wider of their dtypes; `rows` may be written to."""
+    return rows.mul_(weight) if torch.result_type(rows, weight) == rows.dtype else rows * weight
+
+
+def activated(activation: str, values: Tensor) -> Tensor:
+    """The activation of its arguments [R, G, F]: [R, F]."""
+    program, out = parse(activation), values.new_empty((values.shape[0], values.shape[2]))
+    for block in blocks_of(values):
+        (out[block],) = program(*values[block].unbind(1))
+    return out
+
+
+def differentiated(gradient: str, values: Tensor, projected: Tensor, weight: Tensor) -> Tensor:
+    """Slopes f . projected [R] of the activation f; its gradients for weight * projected take the place of its
+    arguments `values` [R, G, F], and f that of `projected` [R, F]."""
+    program, slopes = parse(gradient), projected.new_empty(projected.shape[0])
+    for block in blocks_of(values):
+        grad, arguments = projected[block], values[block].unbind(1)
+        result, *grads = program(*arguments, (grad * weight[block]).to(values.dtype))
+        torch.sum(grad * result, 1, out=slopes[block])
+        grad.copy_(result)
+        for argument, found in zip(arguments, grads, strict=True):
+            argument.copy_(found)
+    return slopes
 
 
 @op(f"experts({LAYER}) -> Tensor")
@@ -76,11 +115,11 @@ def experts(x: Tensor, index: Tensor, scores: Tensor, *layer: Any) -> Tensor:
     """The sum over each token's choices of score times expert, in x's dtype."""
     up, up_bias, down, down_bias, activation, first = layer
     choices = choices_of(index, first, up.shape[0])
-    (inner,) = parse(activation)(*arguments_of_activation(x[choices.token], up, up_bias, choices))
+    inner = activated(activation, arguments_of_activation(x.index_select(0, choices.token), up, up_bias, choices))
     rows = product(inner, down.transpose(1, 2), choices.spans)
     if down_bias is not None:
         rows = rows + down_bias[choices.expert]
-    rows = rows * scores[choices.token, choices.column, None]
+    rows = weighted(rows, scores[choices.token, choices.column, None])
     return summed_by_token(rows, choices, x.shape[0]).to(x.dtype)
 
 
@@ -90,32 +129,28 @@ def experts(x: Tensor, index: Tensor, scores: Tensor, *layer: Any) -> Tensor:
 )
 def experts_backward(grad: Tensor, x: Tensor, index: Tensor, scores: Tensor, *layer: Any) -> tuple[Tensor, ...]:
     """Gradients of x, scores, up, up_bias, down, down_bias; those after x are empty where not `wanted`. `gradient` is
-    the program of the activation's gradients.
+    the program of the activation and its gradients.
 
     With y = down f(z) + b, z = up x: d score = dy . y = (down^T dy) . f + dy . b; df = score down^T dy.
     """
-    up, up_bias, down, down_bias, activation, first, gradient, wanted = layer
+    up, up_bias, down, down_bias, _, first, gradient, wanted = layer
     choices = choices_of(index, first, up.shape[0])
-    chosen = x[choices.token]
+    chosen, rows = x.index_select(0, choices.token), grad.index_select(0, choices.token)
     values = arguments_of_activation(chosen, up, up_bias, choices)
-    (inner,) = parse(activation)(*values)
     weight = scores[choices.token, choices.column, None]
-    rows = grad[choices.token]
-    projected = product(rows, down, choices.spans)
+    inner = product(rows, down, choices.spans)
+    slopes = differentiated(gradient, values, inner, weight)
     grads = [torch.empty(0) for _ in range(6)]
     if wanted[1]:
-        slope = (projected * inner).sum(1)
         if down_bias is not None:
-            slope = slope + (rows * down_bias[choices.expert]).sum(1)
+            slopes = slopes + (rows * down_bias[choices.expert]).sum(1)
         grads[1] = torch.zeros_like(scores)
-        grads[1][choices.token, choices.column] = slope.to(scores.dtype)
-    weighted = (rows * weight).to(x.dtype)
+        grads[1][choices.token, choices.column] = slopes.to(scores.dtype)
+    rows, flat = weighted(rows, weight).to(x.dtype), values.flatten(1)
     if wanted[4]:
-        grads[4] = outer_product(weighted, inner, choices.spans)
+        grads[4] = outer_product(rows, inner, choices.spans)
     if wanted[5]:
-        grads[5] = group_sums(weighted, choices.spans)
-    inner_grads = torch.stack(parse(gradient)(*values, (projected * weight).to(x.dtype)), 1)
-    flat = inner_grads.flatten(1)
+        grads[5] = group_sums(rows, choices.spans)
     if wanted[2]:
         grads[2] = outer_product(flat, chosen, choices.spans).view(up.shape)
     if wanted[3]:

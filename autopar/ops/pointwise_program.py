@@ -186,7 +186,8 @@ def _out_of_place(func: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def gradient_text(text: str, inputs: int, dtype: torch.dtype) -> str:
-    """The text of the gradients of a program of one result: inputs, then the result's gradient -> one per input."""
+    """The text of a program of one result and its gradients: inputs, then the result's gradient -> the result, and one
+    gradient per input."""
     program = parse(text)
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
@@ -196,6 +197,6 @@ def gradient_text(text: str, inputs: int, dtype: torch.dtype) -> str:
             (result,) = program(*leaves)
         found = torch.autograd.grad(result, leaves, grad, allow_unused=True)
         pairs = zip(found, leaves, strict=True)
-        return [torch.zeros_like(leaf) if item is None else item for item, leaf in pairs]
+        return [result.detach(), *(torch.zeros_like(leaf) if item is None else item for item, leaf in pairs)]
 
     return text_of(gradients, inputs + 1, dtype)

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import fx
 
+from autopar.ops.dispatch import packed_row
 from autopar.passes.local_call import WORK_SHARE, LocalCall, LocalForm, LocalValue, value_of
 from autopar.passes.observed import EXPERT_COUNT, ExpertCount
 from autopar.passes.renumber_experts import READS_ROUTING, ReadsRouting
@@ -87,12 +88,16 @@ def _count(local: LocalCall, index: fx.Node, first: int) -> None:
 
 def _note_readers(local: LocalCall, index: fx.Node, before: set[fx.Node]) -> None:
     """Mark the new nodes that read of `index` where the chosen experts' weights are."""
-    if "key" not in local.build.meta:
-        return
-    reads = ReadsRouting(local.build.meta["key"].rpartition("/")[0], index.name)
+    reads = _reads(local, index)
     for node in index.users:
-        if node not in before and EXPERT_COUNT not in node.meta:
+        if reads is not None and node not in before and EXPERT_COUNT not in node.meta:
             node.meta[READS_ROUTING] = reads
+
+
+def _reads(local: LocalCall, index: fx.Node) -> ReadsRouting | None:
+    """By which layer `index` is read; None for an op that is of no model."""
+    key = local.build.meta.get("key")
+    return None if key is None else ReadsRouting(key.rpartition("/")[0], index.name)
 
 
 def _up(local: LocalCall) -> int:
@@ -101,15 +106,31 @@ def _up(local: LocalCall) -> int:
 
 
 def _trip(local: LocalCall, axis: int, index: fx.Node, first: int) -> Trip:
-    """Finds who needs which token along `axis`, and tells them how many will come."""
+    """Finds who needs which token along `axis`, and tells them how many will come; the backward goes as the forward."""
     build, ranks = local.build, local.geometry.mesh_shape[axis]
     spans = [_held(local, axis, rank) for rank in range(ranks)]
     starts, ends = [first + start for start, _ in spans], [first + start + length for start, length in spans]
+    group = local.geometry.group_names[axis]
+    known = _known_trip(local, (index, starts, ends), group)
+    if known is not None:
+        return known
     found = build.op(ops.expert_ranks.default, index, starts, ends)
     token, sent = local.output(found, 0), local.output(found, 1)
-    group = local.geometry.group_names[axis]
     coming = build.collective(COUNTS, sent, (ranks,), [1] * ranks, [1] * ranks, group)
     return Trip(token, sent, coming, index, group)
+
+
+def _known_trip(local: LocalCall, args: tuple[fx.Node, list[int], list[int]], group: str) -> Trip | None:
+    """The trip of an earlier op of the same layer, by the same routing over the same ranks."""
+    index = args[0]
+    for found in index.users:
+        same = found.target == ops.expert_ranks.default and found.args == args
+        if same and found.meta.get(READS_ROUTING) == _reads(local, index):
+            token, sent = found.users
+            started = next(user for user in sent.users if user.target == COUNTS)
+            if started.args[-1] == group:
+                return Trip(token, sent, next(iter(started.users)), index, group)
+    return None
 
 
 def _held(local: LocalCall, axis: int, rank: int) -> tuple[int, int]:
@@ -128,12 +149,18 @@ def _held(local: LocalCall, axis: int, rank: int) -> tuple[int, int]:
 def _travel(
     local: LocalCall, packed: fx.Node, like: Sequence[fx.Node], counts: tuple[fx.Node, fx.Node], group: str
 ) -> list[fx.Node]:
-    """Rows of bytes to the ranks of a group, and theirs as tensors like `like`; counts of what comes and what goes."""
+    """Rows of bytes to the ranks of a group, and theirs as tensors like `like`; counts of what comes and what goes.
+
+    A tensor alone goes as it is.
+    """
     build, values = local.build, [value_of(node) for node in like]
     received = build.collective(ops.all_to_all_rows.default, packed, value_of(packed).shape, *counts, group)
-    widths = [value.shape[1] for value in values]
-    parts = build.op(ops.unpack_rows.default, received, [value.dtype for value in values], widths)
-    return [local.output(parts, index) for index in range(len(values))]
+    if packed is like[0]:
+        return [received]
+    starts, _ = packed_row([value.dtype for value in values], [value.shape[1] for value in values])
+    ends = [start + value.shape[1] * value.element_size() for start, value in zip(starts, values, strict=True)]
+    columns = [build.op(aten.slice.Tensor, received, 1, start, end) for start, end in zip(starts, ends, strict=True)]
+    return [build.op(aten.view.dtype, part, value.dtype) for part, value in zip(columns, values, strict=True)]
 
 
 def _sent(local: LocalCall, trip: Trip, tensors: Sequence[fx.Node]) -> list[fx.Node]:
@@ -145,7 +172,7 @@ def _sent(local: LocalCall, trip: Trip, tensors: Sequence[fx.Node]) -> list[fx.N
 def _returned(local: LocalCall, trips: Sequence[Trip], results: list[fx.Node]) -> list[fx.Node]:
     """The results of this rank's own tokens, from those of the rows that it was sent."""
     for trip in reversed(trips):
-        packed = local.build.op(ops.pack_rows.default, results, None)
+        packed = local.build.op(ops.pack_rows.default, results, None) if len(results) > 1 else results[0]
         back = _travel(local, packed, results, (trip.sent, trip.coming), trip.group)
         results = [local.build.op(ops.sum_by_token.default, part, trip.token, trip.sent, trip.index) for part in back]
     return results

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import GraphModule
 
 import autopar
 from autopar.errors import ConstraintError
@@ -81,20 +82,29 @@ def test_an_expert_parallel_layer_may_be_a_stage_of_a_pipeline() -> None:
     assert report.ok, report.table
 
 
-def train(mesh_shape: tuple[int, ...], layout: str) -> list[tuple[int, list[int], Gaps]]:
-    """How often each model's forward sends rows, its load, and how far five steps of AdamW are from one device's."""
+DISPATCH = ("expert_ranks", "pack_rows", "all_to_all_rows", "_c10d_functional.all_to_all_single")
+
+
+def dispatch_of(gm: GraphModule) -> list[int]:
+    """How often a graph finds tokens' ranks, packs rows, sends them, and tells how many will come."""
+    targets = [str(node.target) for node in gm.graph.nodes]
+    return [sum(name in target for target in targets) for name in DISPATCH]
+
+
+def train(mesh_shape: tuple[int, ...], layout: str) -> list[tuple[list[list[int]], list[int], Gaps]]:
+    """How each model's phases send rows, its load, and how far five steps of AdamW are from one device's."""
     found = []
     for model, inputs in ((transformer("all to two"), tokens()), mixtral()):
         mesh = init_device_mesh("cpu", mesh_shape)
         pmodel = autopar.compile(model, mesh, example_inputs=inputs, constraints={EXPERTS: layout})
-        rows = [node for node in pmodel.forward_graph.graph.nodes if "all_to_all_rows" in str(node.target)]
+        sent = [dispatch_of(pmodel.forward_graph), dispatch_of(pmodel.backward_graph)]
         gaps = train_beside(pmodel, adam(pmodel), (model, inputs))
         load = pmodel.expert_load.matrix
         if isinstance(model, TinyTransformer):
             assert load.tolist() == [pmodel.mixture.expert_load.tolist()]
         pmodel.reset_expert_load()
         assert not pmodel.expert_load.matrix.any()
-        found.append((len(rows), load.sum(1).tolist(), gaps))
+        found.append((sent, load.sum(1).tolist(), gaps))
     return found
 
 
@@ -102,7 +112,9 @@ def test_on_real_ranks_expert_parallel_models_train_as_on_one_device() -> None:
     ranks = run_on_ranks(train, 2, (2,), "A")
     assert ranks[0] == ranks[1]
     choices = 32 * 2 * STEPS
-    assert [found[:2] for found in ranks[0]] == [(2, [choices]), (4, [choices, choices])]
+    once = [[1, 1, 2, 1], [0, 2, 2, 0]]  # the backward goes as the forward; results alone travel as they are
+    twice = [[2 * count for count in phase] for phase in once]
+    assert [found[:2] for found in ranks[0]] == [(once, [choices]), (twice, [choices, choices])]
     for (_, _, gaps), limit in zip(ranks[0], (1e-10, 1e-4), strict=True):  # in float64, in float32
         assert max(gaps.losses) <= limit / 10 and gaps.gradient <= limit and gaps.parameter <= 1.0, gaps
 

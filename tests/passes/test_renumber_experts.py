@@ -74,6 +74,41 @@ def test_with_moved_weights_and_their_slots_everything_is_what_it_was() -> None:
         torch.testing.assert_close(value, expected[kind, name], rtol=1e-12, atol=1e-12)
 
 
+class Pair(nn.Module):
+    """Two layers of experts by one routing, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = TopKGate(8, 4, 2)
+        self.first, self.second = (Experts(4, 8, 6, activation="gelu") for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.gate(x)
+        return (self.first(x, routing) + self.second(x, routing)).square().mean()
+
+
+def test_layers_by_one_routing_send_their_tokens_apart_once_the_experts_of_one_have_moved() -> None:
+    model, x = Pair(), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = tuple(f"{layer}.{name}" for layer in ("first", "second") for name in ("up_proj", "down_proj"))
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in weights[2:]:
+            moved.get_parameter(name)[SLOTS] = model.get_parameter(name)
+    program = capture(model, (x,), {})
+    assignment = assigned(program, S0, dict.fromkeys(weights, S0))
+    programs = emit_all(program, assignment)
+    trips = [node for node in programs[0].forward.graph.nodes if "expert_ranks" in str(node.target)]
+    assert len(trips) == 2
+    expected = Step(model, (x,), programs, assignment).run()
+    found = Step(moved, (x,), [renumbered(item, {"second": SLOTS}) for item in programs], assignment).run()
+    for (kind, name), value in found.items():
+        rows = SLOTS if kind is OutputKind.GRADIENT and name in weights[2:] else slice(None)
+        value = value[rows] if value.dim() else value
+        torch.testing.assert_close(value, expected[kind, name], rtol=1e-12, atol=1e-12)
+
+
 def test_other_layers_stay_as_they_are() -> None:
     program = capture(Model(), (torch.randn(8, 8, dtype=torch.float64),), {})
     local = emit_all(program, assigned(program, S0, {}))[0]

@@ -15,9 +15,11 @@ OFFSET = "offset"  # a rank starts at its own offset
 
 
 def filled(call: OpCall) -> Iterator[Rule]:
-    """`full`, `ones`, `new_full`, ...: the same value everywhere, whatever the input's layout."""
+    """`full`, `ones`, `new_full`, ...: the same value everywhere; of an input only dtype and device are read."""
     for dim in long_dims(result(call)):
         yield Rule((REPLICATE,) * len(call.inputs), (Shard(dim),))
+        if call.inputs and all(spec.shape[dim : dim + 1] == result(call).shape[dim : dim + 1] for spec in call.inputs):
+            yield Rule((Shard(dim),) * len(call.inputs), (Shard(dim),))  # lies as its input does
 
 
 def zeros(call: OpCall) -> Iterator[Rule]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import autopar.ops  # noqa: F401  (registers the ops)
+from autopar.ops.experts import BLOCK_BYTES, activated, blocks_of, differentiated
 from autopar.ops.pointwise_program import NotPointwiseError, gradient_text, parse, text_of
 from autopar.sharding.execution import call_in, fake_calls_of, run_sharded, trace_op
 from autopar.sharding.registry import rules_of
@@ -85,6 +86,20 @@ def test_the_op_and_its_gradients_are_those_of_a_loop(activation: str, biased: b
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, leaves, grad)
     torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), wanted)
+
+
+def test_hidden_rows_that_no_cache_holds_together_are_computed_one_block_after_the_other() -> None:
+    values = torch.randn(5, 2, BLOCK_BYTES // 16, dtype=F64)  # two rows in a block
+    assert [values[block].shape[0] for block in blocks_of(values)] == [2, 2, 1]
+    assert blocks_of(values.to("meta")) == [slice(0, 5)]  # no cache of a CPU's to fit in
+    text, leaves = text_of(swiglu, 2, F64), [item.clone().requires_grad_() for item in values.unbind(1)]
+    expected = swiglu(*leaves)
+    torch.testing.assert_close(activated(text, values), expected)
+    projected, weight = torch.randn_like(expected), torch.rand(5, 1, dtype=F64)
+    grads = torch.autograd.grad(expected, leaves, projected * weight)
+    inner, slopes = projected.clone(), (projected * expected).sum(1)
+    torch.testing.assert_close(differentiated(gradient_text(text, 2, F64), values, inner, weight), slopes)
+    torch.testing.assert_close((*values.unbind(1), inner), (*grads, expected))
 
 
 def test_frozen_weights_get_no_gradient_and_others_do() -> None:

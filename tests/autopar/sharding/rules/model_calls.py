@@ -188,6 +188,7 @@ MODEL_CALLS: tuple[ModelCall, ...] = (
     ModelCall(aten.arange.start_step, lambda: (20, 3, -2)),
     ModelCall(aten.full.default, lambda: ([6, 12], 2.0), {"dtype": F64}),
     ModelCall(aten.new_zeros.default, lambda: (real(6), [4, 12])),
+    ModelCall(aten.new_zeros.default, lambda: (real(6, 4), [6, 12]), note="as its input"),
     ModelCall(aten.gather.default, lambda: (real(6, 50), 1, below(50, 6, 4))),
     ModelCall(aten.index.Tensor, lambda: (real(50, 6), [below(50, 6, 4) - 20]), note="from the end"),
     ModelCall(aten.index.Tensor, lambda: (real(6, 12, 4), [None, below(12, 6, 1), below(4, 6)]), note="broadcast"),

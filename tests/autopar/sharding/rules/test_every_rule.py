@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Shard
 
-from autopar.sharding.execution import call_in, run_sharded, worst_error
+from autopar.sharding.execution import call_in, run_sharded, trace_op, worst_error
 from autopar.sharding.op_call import OpCall
 from autopar.sharding.registry import BUILT_IN, has_rule, rules_of
 from autopar.sharding.rules.norms import MOMENTS
@@ -79,6 +80,14 @@ def test_every_rule_holds_on_shapes_of_models(call: ModelCall) -> None:
     wrong, count = wrong_strategies(call.target, call.args(), call.kwargs, meshes, most=24)
     assert count > len(meshes), "the shapes let no rule run but the replicated one"
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_made_like_a_shard_lies_as_it_does_and_asks_for_no_other() -> None:
+    ops, x = (torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default), torch.randn(6, 4)
+    for op in ops:
+        rules = rules_of(call_in(trace_op(op, (x, [6, 12]), {})))
+        cuts = [(rule.inputs, rule.outputs) for rule in rules]
+        assert ((Shard(0),), (Shard(0),)) in cuts and ((Shard(1),), (Shard(1),)) not in cuts
 
 
 def test_gradients_of_rms_norm_over_a_sharded_dim_are_those_of_autograd() -> None:
