@@ -12,6 +12,7 @@ from torch import Tensor
 from autopar.torch_compat import FakeTensor, FakeTensorMode, without_dispatch
 
 FRESH = -1
+_NORMS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class FakeCalls:
         if known is None:
             with self.mode:
                 value = target(*args, **kwargs)
+            if target in _NORMS:
+                value = self._with_wide_statistics(value, args)
             if key is not None:
                 self._remember(key, value, tensors)
             return value
@@ -76,6 +79,17 @@ class FakeCalls:
         form = _Result(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.fake_device, 0)
         with without_dispatch():
             return self._made(form, [tensor])
+
+    def _with_wide_statistics(self, value: Any, args: tuple[Any, ...]) -> Any:
+        """Of a norm of bf16 or fp16 with wider weights: statistics in the weights' dtype, as kernels of the CPU have them.
+
+        PyTorch's fakes say the input's dtype.
+        """
+        dtypes = {item.dtype for item in args[1:] if isinstance(item, Tensor)}
+        if value[0].device.type != "cpu" or dtypes != {torch.float32} or value[1].dtype == torch.float32:
+            return value
+        wide = (self.empty(tuple(item.shape), torch.float32, item.device) for item in value[1:])
+        return value[0], *wide
 
     def _remember(self, key: Hashable, value: Any, tensors: list[FakeTensor]) -> None:
         bases = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(tensors)}

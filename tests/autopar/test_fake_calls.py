@@ -55,3 +55,23 @@ def test_constants_of_other_types_are_other_calls(calls):
 def test_an_op_in_place_gives_back_its_argument(calls):
     for value in (matrix(calls), matrix(calls)):
         assert calls(aten.add_.Scalar, (value, 1), {}) is value
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["native_layer_norm", "native_group_norm"])
+def test_statistics_of_norms_have_the_dtype_that_kernels_give_them(calls, kind, wide, name):
+    if (kind, wide) == (torch.float32, torch.bfloat16):
+        wide = torch.float32  # there is no kernel that narrows
+    source, weight = torch.ones(4, 6, dtype=kind), torch.ones(6, dtype=wide)
+    target = getattr(aten, name).default
+
+    def arguments(source, weight):
+        if name == "native_layer_norm":
+            return source, [6], weight, weight, 1e-5
+        return source, weight, weight, 4, 6, 1, 2, 1e-5
+
+    real = target(*arguments(source, weight))
+    for _ in range(2):  # from the mode, and from memory
+        fakes = arguments(calls.mode.from_tensor(source), calls.mode.from_tensor(weight))
+        assert [item.dtype for item in calls(target, fakes, {})] == [item.dtype for item in real]

@@ -101,6 +101,17 @@ def test_a_float32_result_of_bfloat16_ops_is_held_to_bfloat16() -> None:
     assert {item.tolerance for item in report.comparisons} == {2e-2, 5e-2}
 
 
+def test_norms_of_bfloat16_with_float32_weights_under_autocast() -> None:
+    def compute(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.between(self.first(x))
+            return self.second(self.over_groups(hidden.transpose(1, 2)).transpose(1, 2)).float()
+
+    members = {"first": nn.Linear(8, 16), "between": nn.LayerNorm(16), "over_groups": nn.GroupNorm(4, 16)}
+    report = under_random_plans(Function(compute, **members, second=nn.Linear(16, 4)), torch.randn(4, 4, 8), plans=8)
+    assert report.ok, report.table
+
+
 def test_a_parameter_without_elements_and_one_without_dims() -> None:
     members = {"empty": nn.Parameter(torch.zeros(0)), "scale": nn.Parameter(torch.tensor(2.0))}
     model = Function(lambda self, x: self.layer(x) * self.scale + self.empty.sum(), layer=nn.Linear(8, 8), **members)
