@@ -81,7 +81,7 @@ class FakeCalls:
             return self._made(form, [tensor])
 
     def _with_wide_statistics(self, value: Any, args: tuple[Any, ...]) -> Any:
-        """Of a norm of bf16 or fp16 with wider weights: statistics in the weights' dtype, as kernels of the CPU have them.
+        """Of a norm of bf16 or fp16 with float32 weights: statistics in float32, as kernels of the CPU give them.
 
         PyTorch's fakes say the input's dtype.
         """
