@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, minimize_scalar
 
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import (
@@ -283,6 +282,8 @@ def _fit_share(
     device: Device, field: str, samples: Sequence[Any], price: Callable[[Device, Any], float], *, least: float = 1e-4
 ) -> Device:
     """Fit one fraction, at least `least`, to samples of one op."""
+    from scipy.optimize import minimize_scalar  # slow to import, and for calibration alone
+
     known = [item for item in samples if item.dtype in device.peak_flops]
     if not known:
         return device
@@ -312,6 +313,8 @@ def _convolution_price(device: Device, item: ConvolutionSample) -> float:
 
 
 def _least(errors: Callable[[npt.NDArray[np.float64]], Sequence[float]], count: int) -> npt.NDArray[np.float64]:
+    from scipy.optimize import least_squares
+
     found = least_squares(lambda logs: np.array(errors(logs)), np.zeros(count), loss="soft_l1", f_scale=_SOFT,
                           bounds=(-12, 12), diff_step=1e-3)  # fmt: skip
     return np.asarray(found.x, dtype=np.float64)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ortools.sat.python import cp_model
-
 from autopar.cost_models.pipeline import StageTimes
 from autopar.schedules.actions import Action, ComputeKind, Schedule
 from autopar.schedules.dependencies import Dependencies, compute_actions, compute_kind, result_of
@@ -42,6 +40,8 @@ def shortest(
 
     Microbatches keep their order in each kind of action of a stage: with equal work, changing it gains nothing.
     """
+    from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
     bare = split_backwards(without_transfers(schedule))
     model = _Model(bare, times)
     model.limit_memory(limits)
@@ -62,6 +62,8 @@ class _Model:
     """Start times of all actions: no two of a rank at once, results before their readers, the longest rank least."""
 
     def __init__(self, schedule: Schedule, times: Mapping[int, StageTimes]) -> None:
+        from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
         self.schedule, self.times, self.model = schedule, times, cp_model.CpModel()
         self.actions = [action for actions in schedule.ranks for action in actions]
         longest_s = max(action_seconds(action, times) for action in self.actions)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopar.search.stage_bounds import least_work, shortest_longest, step_bound
 from autopar.search.stage_problem import (
@@ -151,6 +150,8 @@ class _Program:
     def __init__(
         self, problem: StageProblem, columns: list[_Column], start: tuple[Cut, CutCost] | None, longest_s: float
     ) -> None:
+        from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
         self.problem, self.columns, self.model = problem, columns, cp_model.CpModel()
         most_s = max(max(it.work_s, it.send_s, it.sync_s) for it in columns)
         self.tick_s = (start[1].step_s if start else (most_s or 1.0) * problem.microbatches) / RESOLUTION
@@ -169,6 +170,8 @@ class _Program:
 
     def solve(self, effort: float, gap: float) -> tuple[Cut, float] | None:
         """The best cut and a bound on its seconds; None where no column's path fits."""
+        from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = effort

@@ -151,13 +151,15 @@ def test_modules_of_the_current_folder_can_be_named(
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param([sys.executable, "-m", "autopar"], id="python -m autopar"),
+        pytest.param([sys.executable, "-X", "importtime", "-m", "autopar"], id="python -m autopar"),
         pytest.param([str(Path(sys.executable).parent / "autopar")], id="autopar"),
     ],
 )
 def test_the_command_prints_its_version(program: list[str]) -> None:
     ended = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
     assert ended.stdout == f"autopar {autopar.__version__}\n"
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert not imported & {"pandas", "scipy.optimize", "transformers", "matplotlib"}  # few commands need them
 
 
 CHATTY = """

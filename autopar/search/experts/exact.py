@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopar.search.experts.inputs import Array
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 RESOLUTION = 2**40  # steps of the integer loads in the largest one, where they are not whole multiples already
 LARGEST_UNIT = 2**44  # of integer loads
@@ -70,6 +73,8 @@ def solve_part(
     `effort` limits the search in CP-SAT's deterministic time, so that the answer is the same on every run that
     `time_limit_s` does not cut short. `reach`: free counts stay so near to what they are; None: any count.
     """
+    from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
     if time_limit_s <= 0:
         return Answer(None, 0.0)
     model = _Model(part, reach, moves)
@@ -93,6 +98,8 @@ class _Model:
     """The integer program of a part."""
 
     def __init__(self, part: Part, reach: int | None, moves: Moves | None) -> None:
+        from ortools.sat.python import cp_model  # loads pandas, which few plans need
+
         self.part, self.moves = part, moves
         self.devices, self.per_device = part.slots.shape
         self.now = np.zeros((len(part.load), self.devices), dtype=np.int64)

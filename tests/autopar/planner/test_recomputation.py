@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def test_a_refusal_says_by_how_much_and_three_ways_out() -> None:
     assert plan.peak_bytes <= needed
 
 
+@cache
 def limited() -> tuple[nn.Module, torch.Tensor, autopar.Plan]:
     model, x = blocks(), torch.randn(128, 16)
     keywords: dict[str, Any] = {"example_inputs": x, "search": "ddp", "hardware": "cpu"}  # its own host: no offloading
