@@ -22,7 +22,7 @@ HAND_PLANS = {
     "mlp": "megatron",
 }  # fmt: skip
 SLACK = 1.1  # memory for the search, over what the hand plan needs: without a limit, replicas are best for small models
-SEARCH_S = 8.0  # any plan will do
+SEARCH_S = 1.0  # any plan will do
 TIMEOUT_S = 600.0
 Found = dict[str, tuple[str, Gaps]]
 
