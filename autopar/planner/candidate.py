@@ -77,7 +77,8 @@ class Candidate:
             int(item.bytes[pick]) for item, pick in zip(decisions, self.choice, strict=True) if item.kind in HELD
         )
         moves = MovesAgain(decisions, self.choice, self.prices)
-        kept = sum(moves.gathers[index].bytes for index in self.residency.gathered_once if index in moves.gathers)
+        once = self.residency.gathered_once
+        kept = sum(gather.bytes for gather in moves.gathers.values() if gather.is_direct and gather.root in once)
         return always + kept + sum(self._saved_bytes(moves).values())
 
     def _saved_bytes(self, moves: MovesAgain) -> dict[int, int]:

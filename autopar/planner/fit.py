@@ -132,7 +132,7 @@ class Fit:
 
     def recompute_s(self, residency: Residency) -> float:
         """Seconds spent on recomputing: over the same residency with nothing recomputed."""
-        kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(index, residency)}
+        kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(residency)}
         same = with_gathers(Residency(packed=residency.packed), self.moves.gathers, kept)
         return self.seconds(residency) - self.seconds(same) if residency != same else 0.0
 

@@ -21,7 +21,19 @@ from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.packed_values import PackedValues, Packing
 from autopar.planner.recomputation import is_there, states_of
-from autopar.planner.saved_values import KEEP, Packed, Piece, SavedValue, SavedValues, State, is_view, moment, roots_of
+from autopar.planner.residency import Residency
+from autopar.planner.saved_values import (
+    KEEP,
+    Packed,
+    Piece,
+    SavedValue,
+    SavedValues,
+    State,
+    is_view,
+    late_decisions,
+    moment,
+    roots_of,
+)
 from autopar.search import FORBIDDEN, Problem
 from autopar.sharding.layout import Layout, shard_dim
 
@@ -35,10 +47,18 @@ class Joint:
 
     problem: Problem
     states: tuple[tuple[State, ...], ...]
+    saved: SavedValues
 
     def choice(self, picks: tuple[int, ...]) -> tuple[int, ...]:
         """The strategies of the decisions under a choice of the problem."""
         return tuple(pick // len(states) for pick, states in zip(picks, self.states, strict=False))
+
+    def residency(self, picks: tuple[int, ...]) -> Residency:
+        """What becomes of the saved values under a choice of the problem; parameters are gathered again."""
+        picked = {index: self.states[index][picks[index] % len(self.states[index])] for index in self.saved.values}
+        again = {index for index, state in picked.items() if isinstance(state, int)}
+        packed = frozenset((index, state.word) for index, state in picked.items() if isinstance(state, Packed))
+        return Residency(self.saved.closed(again), packed=packed)
 
 
 def joint_problem(planning: PlanningProblem, pins: Mapping[int, str], packing: Packing, limit: float) -> Joint | None:
@@ -74,6 +94,16 @@ class _Builder:
         return tuple(it for it in states if pin or it.word != "offload" or self._classes[index] in self._hidden)
 
     @cached_property
+    def viewed(self) -> set[int]:
+        """The views of the forward that the backward reads: a copy that is gathered for one is gathered again."""
+        decisions, late = self.planning.decisions, late_decisions(self.planning.decisions)
+        found: set[int] = set()
+        for index in range(self.count - 1, -1, -1):
+            if late[index] or index in found:
+                found |= {source.decision for source in decisions[index].sources if is_view(decisions[source.decision])}
+        return {index for index in found if not late[index]}
+
+    @cached_property
     def _hidden(self) -> set[int]:
         """The classes whose members' copies to the host are all hidden."""
         classes, hidden = self._classes, self.packed.packing.link.hidden
@@ -100,7 +130,7 @@ class _Builder:
             tuple(self.costs), tuple(self.usages), tuple(self.intervals), tuple(self.edges), tuple(self.edge_costs),
             limit, tuple(numbers.setdefault(group, len(numbers)) for group in self.groups),
         )  # fmt: skip
-        return Joint(problem, self.states)
+        return Joint(problem, self.states, self.packed.saved)
 
     def _pairs(self) -> int:
         groups = self.base.groups
@@ -164,7 +194,8 @@ class _Builder:
     def _edge(self, edge: int, first: int, second: int) -> Matrix:
         """The move in the forward, and again for a reader that is recomputed."""
         base, argument = self.base.edge_costs[edge], self.planning.edge_arguments[edge]
-        key = "edge", id(base), self._kinds(first), self._kinds(second), argument, first in self.saved
+        held = first in self.saved, second in self.viewed
+        key = "edge", id(base), self._kinds(first), self._kinds(second), argument, held
         return self._once(key, lambda: self._repeated(base, argument, first, second))
 
     def _repeated(self, base: Matrix, argument: int, first: int, second: int) -> Matrix:
@@ -179,6 +210,10 @@ class _Builder:
                 is_held = state == KEEP or isinstance(state, Packed)
                 repeated = kept if is_held and not is_view(self.planning.decisions[first]) else base
                 total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
+        if second in self.viewed:
+            total += np.where((base < FORBIDDEN) & ~self._moves_once(first, second, argument), base, 0.0)[
+                :, None, :, None
+            ]
         return total.reshape(base.shape[0] * len(sources), -1)
 
     def _moves_once(self, first: int, second: int, argument: int) -> npt.NDArray[np.bool_]:

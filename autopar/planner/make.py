@@ -28,6 +28,7 @@ from autopar.planner.measure import ops_without_rule, plan_entries, predicted_st
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
+from autopar.planner.recomputation import with_gathers
 from autopar.planner.reductions import reduced_after_casts
 from autopar.planner.residency import Residency
 from autopar.planner.shortfall import does_not_fit
@@ -251,11 +252,12 @@ class Planner:
         return candidate.with_residency(fitted.residency, fitted.seconds, fitted.measured)
 
     def _recompute(self) -> None:
-        """Make candidates fit that are faster than any that fits as it is."""
+        """Make candidates fit that are faster than any that fits as it is; all of them as long as none is known to."""
         for candidate in sorted(self.candidates, key=lambda item: item.foreseen_s):
             if candidate.foreseen_s >= self.fastest or candidate.fits(self.limit):
                 return
-            if (candidate.choice, candidate.name) not in self.tried:
+            is_known = (candidate.choice, candidate.name) in self.tried
+            if not is_known and (not np.isfinite(self.fastest) or self._may_fit(candidate)):
                 self._fitted(candidate)
 
     def _fitted(self, candidate: Candidate) -> tuple[bool, int]:
@@ -283,8 +285,20 @@ class Planner:
         if not self._search_jointly():
             self._search_tightened()
 
+    def _with(self, candidate: Candidate, residency: Residency) -> Candidate:
+        """The candidate with a residency, and with all that is gathered for the forward gathered again."""
+        fit = self._fit(candidate)
+        residency = with_gathers(residency, fit.moves.gathers, set())
+        return candidate.with_residency(residency, fit.seconds(residency))
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether little enough is held with all recomputed but what crosses narrow cuts, by a bound from below."""
+        return self._with(candidate, self._fit(candidate).checkpointed).least_bytes <= self.limit
+
     def _is_near_once_fitted(self, free: Candidate) -> bool:
         """Whether recomputing under the layouts that are best without a limit comes near that best."""
+        if not self._may_fit(free):
+            return False
         fits, _ = self._fitted(free)
         return fits and self.candidates[-1].solution.cost <= (1 + NEAR) * free.solution.bound
 
@@ -299,8 +313,8 @@ class Planner:
             if solution is None:
                 return False
             choice = joint.choice(solution.choice)
-            name = self.options.search_name
-            fits, thriftiest = self._fitted(self.add(name, choice, self.as_solution(name, choice)))
+            own = self.add(self.options.search_name, choice, self.as_solution(self.options.search_name, choice))
+            fits, thriftiest = self._fitted(self._with(own, joint.residency(solution.choice)))
             if fits:
                 return True
             allowance -= 1.05 * (thriftiest - self.limit)

@@ -24,13 +24,16 @@ Value = tuple[int, int, Layout]
 
 @dataclass(frozen=True)
 class Gather:
-    """A parameter whose gathered copy the backward may read as the forward has it, or gather again.
+    """A parameter, or a value under views, whose gathered copy the backward may read as the forward has it, or gather
+    again.
 
     Gathering again takes `seconds`; the copy's `bytes` are held from `end`, after its last reader in the forward, to
     `start`, its first in the backward, if it is kept. `views`: ops of the forward on the copy, which are to be
     recomputed for the backward to gather again. `is_direct`: the backward gathers by itself, unless `gathered_once`.
+    `root`: the value that is gathered.
     """
 
+    root: int
     seconds: float
     bytes: int
     end: int
@@ -38,14 +41,15 @@ class Gather:
     views: frozenset[int] = frozenset()
     is_direct: bool = False
 
-    def is_kept(self, parameter: int, residency: Residency) -> bool:
+    def is_kept(self, residency: Residency) -> bool:
         """Whether a residency keeps the copy."""
-        return parameter in residency.gathered_once if self.is_direct else not self.views & residency.recomputed
+        return self.root in residency.gathered_once if self.is_direct else not self.views & residency.recomputed
 
 
 def _joined(parts: Sequence[Gather]) -> Gather:
-    """The gathers of one parameter, which are kept together or not."""
+    """The gathers of one value, which are kept together or not."""
     return Gather(
+        root=parts[0].root,
         seconds=sum(part.seconds for part in parts),
         bytes=sum(part.bytes for part in parts),
         end=max(part.end for part in parts),
@@ -134,12 +138,18 @@ class MovesAgain:
 
     @cached_property
     def gathers(self) -> dict[int, Gather]:
-        """Per parameter that the backward reads whole: what keeping the forward's copy saves, and holds."""
+        """What the backward reads gathered: what keeping the forward's copy saves, and holds.
+
+        By parameter; of another value that views are taken of, by the first of the views.
+        """
         parts: dict[int, list[Gather]] = {}
         for root, values in self._read_late.items():
             if self.decisions[root].kind == "parameter":
-                parts[root] = [*self._gathered_again(values), *self._gathered_below_views(values)]
-        return {root: _joined(found) for root, found in parts.items() if found}
+                parts[root] = [*self._gathered_again(values), *self._gathered_below_views(root, values)]
+            elif self.decisions[root].kind == "op" and not self.late[root]:
+                found = list(self._gathered_below_views(root, values))
+                parts[min((view for gather in found for view in gather.views), default=root)] = found
+        return {key: _joined(found) for key, found in parts.items() if found}
 
     def _gathered_again(self, values: Iterable[Value]) -> Iterator[Gather]:
         """What the backward gathers though the forward has: with `gathered_once` it reads the forward's copy."""
@@ -147,9 +157,10 @@ class MovesAgain:
             copy = self._early_copy(value)
             if self._cost(value, kept=False) > 0 and copy is not None:
                 end, start = self.last_early[copy] + 1, self.first_late[value]
-                yield Gather(self._cost(value, kept=True), self._copy_bytes(copy), end, start, is_direct=True)
+                root, seconds = self.roots[value[0]], self._cost(value, kept=True)
+                yield Gather(root, seconds, self._copy_bytes(copy), end, start, is_direct=True)
 
-    def _gathered_below_views(self, values: Iterable[Value]) -> Iterator[Gather]:
+    def _gathered_below_views(self, root: int, values: Iterable[Value]) -> Iterator[Gather]:
         """Views that the forward takes of a gathered copy, and the backward reads: recomputed, they gather again."""
         served: dict[Value, tuple[set[int], int]] = {}  # by what is gathered: the views above it, the first reader
         for value in values:
@@ -157,13 +168,30 @@ class MovesAgain:
             while is_view(self.decisions[index]) and not self.late[index]:
                 chain.add(index)
                 below = self._read(index)[0]
-                if self._cost(below, kept=False) > 0:
+                if self._is_gathered_below(below):
                     views, start = served.get(below, (set(), self.first_late[value]))
                     served[below] = views | chain, min(start, self.first_late[value])
                 index = below[0]
         for below, (views, start) in served.items():
-            end = max([max(views), *(last for value, last in self.last_early.items() if value[0] in views)]) + 1
-            yield Gather(self._cost(below, kept=False), self._copy_bytes(below), end, start, frozenset(views))
+            end = max([max(views), *(self._last_early[view] for view in views if view in self._last_early)]) + 1
+            seconds = self._cost(below, kept=False)
+            yield Gather(root, seconds, self._copy_bytes(below), end, start, frozenset(views))
+
+    def _is_gathered_below(self, below: Value) -> bool:
+        """Whether a view reads a copy that takes a move, and is larger than what a value keeps of itself."""
+        index, output, target = below
+        own = self.decisions[index].strategies[self.choice[index]].outputs[output]
+        is_parameter = self.decisions[self.roots[index]].kind == "parameter"
+        once = not is_parameter and moves_once(own, target, self.prices.mesh.shape)
+        return not once and self._cost(below, kept=False) > 0
+
+    @cached_property
+    def _last_early(self) -> dict[int, int]:
+        """The last reader in the forward of each decision that the forward reads."""
+        found: dict[int, int] = {}
+        for (index, _, _), last in self.last_early.items():
+            found[index] = max(last, found.get(index, last))
+        return found
 
     def _copy_bytes(self, value: Value) -> int:
         spec = self.decisions[value[0]].specs[value[1]]

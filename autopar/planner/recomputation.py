@@ -54,8 +54,8 @@ def is_there(source: State, reader: State, *, passing: bool = False) -> bool:
 
 def with_gathers(residency: Residency, gathers: Mapping[int, Gather], kept: Set[int]) -> Residency:
     """A residency in which the copies of the parameters in `kept` are kept, and those of the others gathered again."""
-    once = {index for index in kept if gathers[index].is_direct}
-    views = [gather.views for index, gather in gathers.items() if index not in kept]
+    once = {gathers[key].root for key in kept if gathers[key].is_direct}
+    views = [gather.views for key, gather in gathers.items() if key not in kept]
     return Residency(residency.recomputed.union(*views), frozenset(once), residency.packed)
 
 
@@ -128,8 +128,8 @@ class Recomputation:
 
     def _gather_lives(self, residency: Residency) -> Iterator[Life]:
         count = len(self.decisions)
-        for index, gather in self.moves.gathers.items():
-            if gather.is_kept(index, residency):
+        for gather in self.moves.gathers.values():
+            if gather.is_kept(residency):
                 yield moment(gather.end, 0, count), moment(max(gather.end, gather.start), 0, count), gather.bytes
 
     def _value_lives(self, states: Mapping[int, State]) -> Iterator[Life]:
@@ -174,7 +174,7 @@ class Recomputation:
         """A residency as a choice of the problem of so many nodes; None where the problem does not have it."""
         own = self.states(residency)
         wanted = [own[index] for index in self.saved.values]
-        wanted += [KEEP if gather.is_kept(index, residency) else FREE for index, gather in self.moves.gathers.items()]
+        wanted += [KEEP if gather.is_kept(residency) else FREE for gather in self.moves.gathers.values()]
         if any(state not in options for state, options in zip(wanted, states, strict=True)):
             return None
         picks = [options.index(state) for state, options in zip(wanted, states, strict=True)]
@@ -237,7 +237,10 @@ class _Builder:
         for index, options in zip(values, states, strict=True):
             seconds = np.array([self.of.seconds_in(index, state) for state in options])
             self._add(seconds, np.zeros(len(options)), (0, 0))
-        states += [self._add_gather(gather, self.of.pins.get(index)) for index, gather in self.of.moves.gathers.items()]
+        for key, gather in self.of.moves.gathers.items():
+            states.append(self._add_gather(gather, self.of.pins.get(key)))
+            if gather.root in place:
+                self._tie(place[gather.root], states[place[gather.root]], gather.root, states[-1])
         for node, (index, value) in enumerate(values.items()):
             for reader in value.readers:
                 matrix = self._edge(index, reader, states[node], states[place[reader]])
@@ -275,6 +278,17 @@ class _Builder:
         picked = [(FREE, KEEP).index(state) for state in options]
         self._add(seconds[picked], bytes_[picked], self._interval(gather))
         return options
+
+    def _tie(self, node: int, sources: tuple[State, ...], root: int, gathers: tuple[State, ...]) -> None:
+        """What is gathered again has to be there whole; of a recomputed value no copy is kept."""
+        matrix = np.zeros((len(sources), len(gathers)))
+        for row, state in enumerate(sources):
+            for column, gather in enumerate(gathers):
+                is_kept = gather == KEEP
+                if (is_kept and isinstance(state, int)) or not (is_kept or self._will_do(root, state, 0)):
+                    matrix[row, column] = float(FORBIDDEN)
+        if matrix.any():
+            self._link(node, len(self.costs) - 1, matrix)
 
     def _interval(self, gather: Gather) -> tuple[int, int]:
         return moment(gather.end, 0, self.count), moment(max(gather.end, gather.start), 0, self.count)

@@ -69,7 +69,7 @@ def state_bytes_per_parameter(search: str) -> float:
         frozenset(index for index, item in enumerate(decisions) if item.node in kept.gathered_once),
     )
     gathers = MovesAgain(decisions, planned.choice, Prices(mesh)).gathers
-    total = sum(gather.bytes for index, gather in gathers.items() if gather.is_kept(index, residency))
+    total = sum(gather.bytes for gather in gathers.values() if gather.is_kept(residency))
     for decision, pick in zip(decisions, planned.choice, strict=True):
         if decision.kind == "parameter" or decision.name in dict(model.named_parameters()):
             total += int(decision.bytes[pick])  # of a parameter, with its optimizer's state, or of its gradient
