@@ -66,12 +66,10 @@ def train_beside(module: nn.Module, optimizer: torch.optim.Optimizer, made: Made
             loss.backward()
         first, second = (float(loss.detach()) for loss in losses)
         gaps.losses.append(abs(first - second) / abs(second))
-        report = compare(_state(module), _state(twin), reference="")
-        kinds = {kind: [item for item in report.comparisons if item.kind == kind] for kind in ("gradient", "buffer")}
         if index == 0:
-            worst = max(kinds["gradient"], key=lambda item: item.relative_error)
-            gaps.gradient, gaps.gradient_name = worst.relative_error, worst.name
-        gaps.buffers.append(max((item.relative_error for item in kinds["buffer"]), default=0.0))
+            errors = _errors(_gradients(module), _gradients(twin))
+            gaps.gradient_name, gaps.gradient = max(errors.items(), key=lambda item: item[1])
+        gaps.buffers.append(max(_errors(_buffers(module), _buffers(twin)).values(), default=0.0))
         free.note()
         optimizer.step()
         other.step()
@@ -83,9 +81,17 @@ def train_beside(module: nn.Module, optimizer: torch.optim.Optimizer, made: Made
     return gaps
 
 
-def _state(module: nn.Module) -> Values:
-    gradients = {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}
-    return Values({}, gradients, {name: full(item) for name, item in module.named_buffers()})
+def _gradients(module: nn.Module) -> Values:
+    return Values({}, {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}, {})
+
+
+def _buffers(module: nn.Module) -> Values:
+    return Values({}, {}, {name: full(item) for name, item in module.named_buffers()})
+
+
+def _errors(actual: Values, expected: Values) -> dict[str, float]:
+    """Relative, by name."""
+    return {item.name: item.relative_error for item in compare(actual, expected, reference="").comparisons}
 
 
 class _FreeSteps:
