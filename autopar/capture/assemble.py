@@ -29,6 +29,9 @@ IDENTITIES = (
 )
 
 
+SAME_VALUES: Mapping[Any, Any] = {  # forward-mode gradients hold zeros without memory, which mix devices
+    torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default,
+}
 DENSE_FORMS = (
     "use a dense tensor; instead of a product with a sparse matrix, index_add of the rows that its entries name"
 )
@@ -178,6 +181,7 @@ def _rebuild(pure: fx.GraphModule, names: list[str]) -> fx.GraphModule:
             graph.output(values)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].target = SAME_VALUES.get(node.target, node.target)
     graph.eliminate_dead_code()
     graph_module = LazyGraphModule(torch.nn.Module(), graph)
     _annotate(graph_module)

@@ -101,6 +101,19 @@ def test_a_float32_result_of_bfloat16_ops_is_held_to_bfloat16() -> None:
     assert {item.tolerance for item in report.comparisons} == {2e-2, 5e-2}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # PyTorch's forward mode
+def test_jacobians_in_forward_mode_are_planned_with_weights_cut() -> None:
+    body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def compute(self: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.hessian(lambda row: self.body(row).sum()))(x).square().sum()
+
+    report = autopar.verify(
+        Function(compute, body=body), (2, 2), example_inputs=torch.randn(4, 4), search="megatron", hardware="cpu"
+    )
+    assert report.ok, report.table
+
+
 def test_norms_of_bfloat16_with_float32_weights_under_autocast() -> None:
     def compute(self: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
