@@ -44,6 +44,7 @@ class Interface:
     inputs: list[tuple[InputKind, str]]
     tangents: list[tuple[int, str]]
     outputs: list[ProgramOutput]
+    scattered: frozenset[int] = frozenset()  # which inputs do not lie in memory in their own order
 
 
 Assembled = tuple[fx.GraphModule, tuple[ProgramInput, ...], tuple[ProgramOutput, ...], Mapping[str, torch.Tensor]]
@@ -61,7 +62,8 @@ def assemble(raw: fx.GraphModule, interface: Interface, mode: FakeTensorMode) ->
     pure, mutated = functionalize(raw, mode)
     kind_of = dict(zip(names, kinds, strict=True))
     _refuse_mutated_inputs(mutated, kind_of, lines)
-    read_contiguous_tensors(pure.graph, mode, _line)
+    scattered = {names[index] for index in interface.scattered}
+    read_contiguous_tensors(pure.graph, scattered, mode, _line)
     outputs = _add_mutated_buffers(pure, mutated, kind_of, interface.outputs)
     _refuse_sparse_values(pure.graph)
     graph_module = _rebuild(pure, [readable_name(*kind_of[name]) for name in names])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ READS = (aten.as_strided.default, aten.as_strided_copy.default)
 WRITES = aten.as_strided_scatter.default
 
 
-def read_contiguous_tensors(graph: fx.Graph, mode: FakeTensorMode, line: Callable[[fx.Node], str]) -> None:
+def read_contiguous_tensors(
+    graph: fx.Graph, scattered: Collection[str], mode: FakeTensorMode, line: Callable[[fx.Node], str]
+) -> None:
     """Let every `as_strided` start from a contiguous tensor: the one behind the views that it is given, reordered.
 
     So what it reads no longer depends on how its input happens to lie in memory. `line` describes where a node came
-    from. Raises CaptureError where the tensor behind the views has gaps or overlaps in memory.
+    from. Raises CaptureError where the tensor behind the views has gaps or overlaps in memory, or is an input of the
+    program among the `scattered`: their fakes are contiguous, they are not.
     """
     nodes: list[Any] = list(graph.nodes)  # of nodes whose arguments are those of these ops
     for node in nodes:
@@ -31,10 +34,10 @@ def read_contiguous_tensors(graph: fx.Graph, mode: FakeTensorMode, line: Callabl
         if node.target not in (*READS, WRITES):
             continue
         source = node.args[0]
-        order = _memory_order(source.meta["val"])
+        order = None if source.name in scattered else _memory_order(source.meta["val"])
         if order is None:
             raise CaptureError(
-                f"{node.target} reads the memory of a tensor that does not fill it",
+                f"{node.target} reads the memory of a tensor that does not fill it in order",
                 where=line(node),
                 fix="use slices, unfold or gather, or as_strided of a contiguous tensor",
             )

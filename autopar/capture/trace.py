@@ -195,7 +195,8 @@ class _Trace:
         for index, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
             phase = "forward" if index < self.boundary else "backward"
             node.meta["custom"] = {"origin": origin, "phase": phase}
-        interface = Interface(self.interface, self.tangents, self.outputs)
+        scattered = frozenset(index for index, tensor in enumerate(tensors) if not tensor.is_contiguous())
+        interface = Interface(self.interface, self.tangents, self.outputs, scattered)
         graph_module, inputs, outputs, constants = assemble(graph_module, interface, mode)
         written = {output.name for output in outputs if output.kind is OutputKind.BUFFER}
         _refuse_shared_storage({**self.parameters, **self.buffers}, written)

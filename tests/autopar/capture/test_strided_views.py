@@ -66,3 +66,21 @@ def test_memory_that_a_tensor_does_not_fill_is_refused() -> None:
     with pytest.raises(CaptureError, match="does not fill") as caught:
         capture(Function(gaps, layer=nn.Linear(4, 6)), (torch.ones(8, 4),), {})
     assert "wide.as_strided" in caught.value.where
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_an_input_that_lies_in_another_order_is_refused(is_parameter: bool) -> None:
+    """Its fake is contiguous: read by positions, it would give other numbers than on one device."""
+    layer = nn.Linear(4, 6)
+    if is_parameter:
+        layer.weight = nn.Parameter(torch.randn(4, 6).t())
+    model = Function(
+        lambda self, x: (self.layer.weight if is_parameter else x).as_strided((5,), (2,)) * self.layer(x).sum(),
+        layer=layer,
+    )
+    contiguous, transposed = torch.ones(8, 4), torch.ones(4, 8).t()
+    with pytest.raises(CaptureError, match="does not fill it in order") as caught:
+        capture(model, (contiguous if is_parameter else transposed,), {})
+    assert "as_strided" in caught.value.where
+    if not is_parameter:
+        capture(model, (contiguous,), {})
