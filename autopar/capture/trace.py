@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.assemble import DENSE_FORMS, Interface, assemble
 from autopar.capture.attributes import no_fakes_left
+from autopar.capture.conversions import conversions_that_change_nothing
 from autopar.capture.intercept import Interceptor
 from autopar.capture.observer import Observer
 from autopar.capture.precision import Precision, kept_wide
@@ -236,8 +237,9 @@ class _Trace:
         watching = (
             self.observer.watching_modules(),
             traceable_batch_norms(self.model),
+            conversions_that_change_nothing(self.model),
         )
-        with watching[0], watching[1], self.observer:
+        with watching[0], watching[1], watching[2], self.observer:
             held = {f"model.{name}": self._narrowed(name, item) for name, item in state.items()}
             if self.precision is not None:
                 args, kwargs = self.precision.narrowed_call(args, kwargs)
