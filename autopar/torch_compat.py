@@ -47,6 +47,7 @@ __all__ = [
     "registrations",
     "run_load_hooks",
     "run_ranks",
+    "set_arguments",
     "set_dtensor_content",
     "start_ranks",
     "storage_use_count",
@@ -111,6 +112,16 @@ def is_cuda_built() -> bool:
 def autograd_sequence_number() -> int:
     """The number that the next autograd node will carry."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+_SET_ARGS, _SET_KWARGS = (vars(torch.fx.Node)[name].fset for name in ("args", "kwargs"))
+
+
+def set_arguments(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`node.args, node.kwargs = args, kwargs`, without sorting the node anew into its graph's table of ops."""
+    _SET_ARGS(node, args)
+    if kwargs or node.kwargs:
+        _SET_KWARGS(node, kwargs)
 
 
 def use_count(tensor: torch.Tensor | None) -> int:

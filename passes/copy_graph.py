@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.torch_compat import LazyGraphModule
+from autopar.torch_compat import LazyGraphModule, set_arguments
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -27,10 +27,8 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """`graph.node_copy`, without its search of every argument for symbolic sizes: there are none, and it takes long."""
     copy = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
-    copy.args = map_arg(node.args, copies.__getitem__)
-    if node.kwargs:
-        copy.kwargs = map_arg(node.kwargs, copies.__getitem__)
-    copy.meta = dict(node.meta)
+    set_arguments(copy, map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__))
+    copy.meta.update(node.meta)
     return copy
 
 

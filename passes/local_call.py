@@ -15,6 +15,7 @@ from autopar.fake_calls import FakeCalls
 from autopar.sharding.layout import Layout, local_chunk
 from autopar.sharding.op_call import OpCall, target_of
 from autopar.sharding.strategies import Strategy
+from autopar.torch_compat import set_arguments
 
 WORK_SHARE = "work_share"  # in a node's meta: the part of the rows given to it on which an op works, as is expected
 
@@ -44,7 +45,7 @@ class GraphBuilder:
         """A call of `target` on nodes and constants, named after the op."""
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else None
         node = self.graph.create_node("call_function", target, (), {}, name)  # faster than with the arguments
-        node.args, node.kwargs = args, kwargs
+        set_arguments(node, args, kwargs)
         node.meta.update(self.meta)
         node.meta["val"] = self.value_of_call(node)
         return node
