@@ -200,7 +200,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if "failed" in row:
         return [
             row["case"],
-            f"no plan: {row['failed']}",
+            f"{row['failed']}",
             *[""] * len(PHASES),
             "",
             str(asked or ""),
@@ -220,7 +220,9 @@ def _in_own_process(case: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failed": f"stopped after {TIMEOUT_S} s"}
     if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]}
+        lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        said = [text.partition("Error: ")[2] for text in lines if text.startswith("autopar.errors.")]
+        return {"failed": (said or lines)[-1]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
