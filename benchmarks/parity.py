@@ -180,7 +180,8 @@ def write_docs(rows: Sequence[Row]) -> None:
         "One training step of each tiny model of `tests/autopar/models.py` against the model as PyTorch runs it: the",
         "worst relative error of all outputs, gradients and buffers, scaled as `autopar.verify` scales them (limits:",
         "1e-5, 1e-4 and 1e-5). `gloo`: real processes; `virtual`: all ranks in one process. Peak bytes of a rank: the",
-        "plan's, and what a dispatch mode measured while the emitted program ran. `ilp` has "
+        f"plan's, and what a dispatch mode measured, on gloo the least of {MEMORY_RUNS} runs of the emitted program (a",
+        "thread of gloo may let go late). A case is run once and kept: rows may come from different commits. `ilp` has "
         f"{SLACK} times the memory that the ddp plan needs.",
         "",
         f"{run}{right} of {len(ran)} plans are within the limits; the worst errors are "

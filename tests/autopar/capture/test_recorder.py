@@ -131,13 +131,14 @@ def test_values_that_nobody_holds_are_freed_while_recording() -> None:
 
 class Branching(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (super().forward(x),))  # type: ignore[no-any-return, no-untyped-call]
+        cond: Callable[..., Tensor] = torch.cond
+        return cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (super().forward(x),))
 
 
 def test_an_op_that_takes_functions_is_refused_at_the_users_line() -> None:
     with pytest.raises(CaptureError, match="calls cond") as caught:
         capture(Branching(4, 4), (torch.ones(2, 4),), {})
-    assert "return torch.cond" in caught.value.where
+    assert "return cond(" in caught.value.where
 
 
 class Compiled(nn.Linear):

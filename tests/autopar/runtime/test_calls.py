@@ -251,5 +251,6 @@ def test_the_first_ranks_seed_reproduces_a_run() -> None:
 
 
 def test_a_mesh_without_a_process_group_is_refused() -> None:
+    no_group: Any = None
     with pytest.raises(AutoparError, match="no process group"):
-        RankGroup(None)  # type: ignore[arg-type]
+        RankGroup(no_group)

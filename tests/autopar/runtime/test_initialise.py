@@ -55,7 +55,8 @@ def initialised_values(mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     module = distributed(model, mesh_shape)
     module(batch()).sum().backward()
     assert all(tensor.is_meta for tensor in model.parameters())
-    return {name: full(tensor.detach()) for name, tensor in module.state_dict().items()}  # type: ignore[misc]
+    values: dict[str, torch.Tensor] = module.state_dict()
+    return {name: full(tensor.detach()) for name, tensor in values.items()}
 
 
 def test_meta_models_initialise_to_the_same_values_on_every_mesh() -> None:

@@ -42,5 +42,5 @@ def gather_and_drop(times: int) -> int:
 
 
 def test_what_a_thread_of_gloo_still_holds_is_not_counted() -> None:
-    """Its thread waits for the interpreter's lock to let go of what it sent; without care 1 in 50 counts as live."""
+    """Its thread waits for the interpreter's lock to let go of what it sent, which a tracker in haste counts."""
     assert run_on_ranks(gather_and_drop, 2, 100) == [4 * SIZE * 3] * 2

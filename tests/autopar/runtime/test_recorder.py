@@ -70,7 +70,7 @@ def run(kinds: list[str], folder: str) -> dict[str, tuple[list[float], list[floa
     for kind in kinds:
         options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "1f1b"} if kind == "pipeline" else {}
         options |= {"constraints": {"*/autopar.experts*": "A"}} if kind == "experts" else {"search": "ddp"}
-        pmodels = []
+        pmodels: list[Any] = []
         for _ in range(2):
             torch.manual_seed(0)
             model = Mixed() if kind == "experts" else Deep()
@@ -81,7 +81,7 @@ def run(kinds: list[str], folder: str) -> dict[str, tuple[list[float], list[floa
             recorded = losses_of(pmodels[1])
         found[kind] = plain, recorded
         if torch.distributed.get_rank() == 0:
-            pmodels[1].plan.save(f"{folder}/{kind}-plan.json")  # type: ignore[attr-defined]
+            pmodels[1].plan.save(f"{folder}/{kind}-plan.json")
             recorder.recording.save(f"{folder}/{kind}.json")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,14 @@ def changed(schedule: Schedule, rank: int, change: Callable[[list[Action]], None
     lists = [list(actions) for actions in schedule.ranks]
     change(lists[rank])
     return replace(schedule, ranks=tuple(map(tuple, lists)))
+
+
+def remove(place: int, items: list[Action]) -> None:
+    del items[place]
+
+
+def double(place: int, items: list[Action]) -> None:
+    items.insert(place, items[place])
 
 
 def place_of(schedule: Schedule, rank: int, kind: str) -> int:
@@ -100,10 +109,10 @@ def test_a_missing_or_doubled_action_of_any_kind_is_refused(name: str) -> None:
         rank = next(rank for rank in range(2) if any(action.kind == kind for action in schedule.ranks[rank]))
         place = place_of(schedule, rank, kind)
         with pytest.raises(ScheduleError):
-            check_schedule(changed(schedule, rank, lambda items, at=place: items.pop(at)))  # type: ignore[misc]
+            check_schedule(changed(schedule, rank, partial(remove, place)))
         if kind != "restore_weights":  # twice is the same as once
             with pytest.raises(ScheduleError):
-                check_schedule(changed(schedule, rank, lambda items, at=place: items.insert(at, items[at])))  # type: ignore[misc]
+                check_schedule(changed(schedule, rank, partial(double, place)))
 
 
 def test_the_message_of_a_missing_backward_says_where() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost_models.pipeline import StageTimes, bubble_rate, closed_step_seconds
+from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
 from autopar.schedules.list_scheduling import ZeroBubbleMemory, zero_bubble
 from autopar.schedules.memory import StageMemory, peaks
@@ -49,8 +50,8 @@ def test_bubbles_over_ideal_time_are_the_published_shares(count: int, multiple: 
     one, many = StageTimes(1, 1, 1), 2 * count * multiple
     ideal = many * one.work_s
 
-    def over_ideal(schedule: object) -> float:
-        return longest_rank_seconds(simulate_schedule(schedule, one)) / ideal - 1  # type: ignore[arg-type]
+    def over_ideal(schedule: Schedule) -> float:
+        return longest_rank_seconds(simulate_schedule(schedule, one)) / ideal - 1
 
     share = (count - 1) / many
     assert over_ideal(one_forward_one_backward(count, many)) == pytest.approx(share)

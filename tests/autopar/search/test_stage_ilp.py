@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def problems(draw: st.DrawFn, layers: int = 5) -> StageProblem:
     """Layers of any times, on up to two kinds of devices, with memory that may bind."""
     count = draw(st.integers(1, layers))
 
-    def table(numbers: st.SearchStrategy[float] = whole) -> np.ndarray:  # type: ignore[type-arg]
+    def table(numbers: st.SearchStrategy[float] = whole) -> npt.NDArray[np.float64]:
         return np.array(draw(st.lists(numbers, min_size=count, max_size=count)))
 
     kinds = draw(st.sampled_from([["gpu"], ["gpu", "old"]]))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from tests.autopar.nn.routings import (
 MANY = 8  # experts, in four groups
 
 
-def make(**options: object) -> SigmoidGate:
-    gate = double(SigmoidGate(D_MODEL, MANY, 3, **options))  # type: ignore[arg-type]
+def make(**options: Any) -> SigmoidGate:
+    gate = double(SigmoidGate(D_MODEL, MANY, 3, **options))
     assert isinstance(gate, SigmoidGate)
     gate.expert_bias.copy_(torch.linspace(-0.3, 0.3, MANY))
     return gate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,9 +15,9 @@ from tests.autopar.models import MODELS
 ONE_LINE = autopar.Mesh((2,), ("pp",), hardware="cpu")
 
 
-def check(name: str, mesh: autopar.Mesh, search: str = "ddp", **options: object) -> autopar.Report:
+def check(name: str, mesh: autopar.Mesh, search: str = "ddp", **options: Any) -> autopar.Report:
     model, inputs = MODELS[name]() if name in MODELS else make_plain(name)
-    report = autopar.verify(model, mesh, example_inputs=inputs, search=search, **options)  # type: ignore[arg-type]
+    report = autopar.verify(model, mesh, example_inputs=inputs, search=search, **options)
     assert report.ok, report.table
     return report
 

@@ -129,7 +129,7 @@ def _from_schema(op: torch._ops.OpOverload) -> Sample | None:
         kwargs = {argument.name: value for value, argument in zip(made, required, strict=True) if argument.kwarg_only}
         try:
             return Sample(recorded_call(op, args, kwargs, op(*args, **kwargs)), args, kwargs)
-        except (RuntimeError, TypeError, NotImplementedError):
+        except (RuntimeError, TypeError):
             continue
     return None
 
