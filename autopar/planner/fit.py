@@ -30,7 +30,6 @@ LEVELS = 4  # narrow cuts of the forward before its own first reader at which a 
 GAP = 1e-3  # of the whole step: a better answer is not worth the search
 BISECTIONS = 6  # in search of the least memory
 SLACK = 0.01  # of the limit: a plan that leaves less unused is not tried again
-NEAR = 0.01  # of the whole step: so much more than with everything kept is not worth a search
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class Fit:
 
     def _is_near(self, seconds: float) -> bool:
         """Whether a search could gain next to nothing: a residency takes hardly more than the fastest."""
-        return seconds - self.least_s <= NEAR * self.step_s
+        return seconds - self.least_s <= GAP * self.step_s
 
     def _proposed(self, constant: Array, limit: float, tried: Set[Residency]) -> Residency:
         """What to try next: the cheapest values dropped first where that is near the best possible, else a search."""

@@ -21,7 +21,7 @@ from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.candidate import Candidate
 from autopar.planner.constraints import Constraint, apply_constraints, residency_pins
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
-from autopar.planner.fit import NEAR, Fit, Fitted
+from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
 from autopar.planner.joint import joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
@@ -40,6 +40,7 @@ from autopar.sharding.layout import Layout
 MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL's buffers and fragmentation
 CLOSE = 1.05  # candidates foreseen up to this much above the fastest simulated one are simulated too
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
+NEAR = 0.01  # of the whole step: layouts that take so much more than the best are not worth a joint search
 JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
 BOUND_GAP = 1e-3  # of the problem whose optimum bounds all plans
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
