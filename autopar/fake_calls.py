@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.torch_compat import FakeTensor, FakeTensorMode, without_dispatch
+from autopar.torch_compat import FakeTensor, FakeTensorMode, broadcast_shapes, without_dispatch
 
 FRESH = -1
-_NORMS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
+aten = torch.ops.aten
+_NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)
+_LOSSES = (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class FakeCalls:
                 value = target(*args, **kwargs)
             if target in _NORMS:
                 value = self._with_wide_statistics(value, args)
+            if target in _LOSSES and value.dim() == 0:
+                value = self._in_whole_storage(value, args)
             if key is not None:
                 self._remember(key, value, tensors)
             return value
@@ -90,6 +97,16 @@ class FakeCalls:
             return value
         wide = (self.empty(tuple(item.shape), torch.float32, item.device) for item in value[1:])
         return value[0], *wide
+
+    def _in_whole_storage(self, value: FakeTensor, args: tuple[Any, ...]) -> FakeTensor:
+        """A reduced loss as kernels give it: in the storage of the elements' losses, which lives as long as it does.
+
+        PyTorch's fakes say a storage of one element.
+        """
+        whole = self.empty(tuple(broadcast_shapes(args[0].shape, args[1].shape)), value.dtype, value.fake_device)
+        form = _Result((), (), value.dtype, 0, value.fake_device, 0)
+        with without_dispatch():
+            return self._made(form, [whole])
 
     def _remember(self, key: Hashable, value: Any, tensors: list[FakeTensor]) -> None:
         bases = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(tensors)}

@@ -17,11 +17,12 @@ from autopar.plan_details import MAX_BARS, Bar, PlanDetails
 from autopar.plan_entries import Pipeline
 from autopar.planner.make import MEMORY_FRACTION, Options, Planned, program_hash
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
+from autopar.planner.rank_memory import rank_peaks
 from autopar.planner.stage_memory import call_bytes
 from autopar.planner.stage_plans import StageCosts, stage_costs
 from autopar.schedules.actions import Schedule
 from autopar.schedules.generate import Request, generate
-from autopar.schedules.memory import in_flight, peaks
+from autopar.schedules.memory import in_flight
 from autopar.schedules.timing import bubble_fraction, simulate_schedule
 from autopar.sharding.discovery.book import RuleBook
 from autopar.stages.assign import anatomy
@@ -60,8 +61,7 @@ def finished(
     simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
     held = in_flight(schedule)
     always = call_bytes(staged)
-    most = peaks(schedule, {stage: cost.memory for stage, cost in enumerate(costs)})
-    rank_peaks = tuple(always + math.ceil(peak.bytes) for peak in most)
+    most = tuple(always + bytes_ for bytes_ in rank_peaks(staged, schedule, [cost.storages for cost in costs]))
     plan = Plan(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
@@ -71,7 +71,7 @@ def finished(
         entries=(),
         step_s=simulation.step_s
         + max(cost.reduce_s + _update_s(item) for cost, item in zip(costs, planned, strict=True)),
-        peak_bytes=max(rank_peaks),
+        peak_bytes=max(most),
         memory_limit_bytes=options.limit(mesh),
         optimizer=options.optimizer.name,
         cost=sum(item.plan.cost for item in planned),
@@ -87,7 +87,7 @@ def finished(
         ),
         details=PlanDetails(chart=_chart(simulation)),
     )
-    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, rank_peaks)
+    return PlannedPipeline(plan, staged, schedule, planned, rules, axis, most)
 
 
 def _chart(simulation: Simulation) -> tuple[Bar, ...]:

@@ -12,11 +12,11 @@ from autopar.cost_models.hardware import AxisLinks
 from autopar.cost_models.pipeline import StageTimes
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import LocalProgram
-from autopar.passes.split_weights import split_weights
 from autopar.planner.make import Planned
 from autopar.planner.node_prices import node_seconds
 from autopar.planner.prices import Prices
-from autopar.planner.stage_memory import microbatch_backward, stage_memory
+from autopar.planner.stage_memory import stage_memory
+from autopar.planner.stage_storages import StageStorages, stage_graphs, stage_storages
 from autopar.schedules.memory import StageMemory
 from autopar.stages.assign import size_of
 from autopar.stages.staged import Staged
@@ -28,6 +28,7 @@ class StageCosts:
 
     times: StageTimes
     memory: StageMemory
+    storages: StageStorages
     sent_bytes: int
     reduce_s: float = 0.0  # once a step: sums of gradients over the stage's ranks
 
@@ -35,17 +36,17 @@ class StageCosts:
 def stage_costs(staged: Staged, stage: int, planned: Planned, mesh: Mesh, link: AxisLinks) -> StageCosts:
     """Times and memory of a stage from its emitted program. `link`: to the next stage."""
     local, prices = planned.local, Prices(mesh)
+    graphs = stage_graphs(planned, staged.microbatches.count)
     forward_s = _seconds(local.forward, local, prices)
     input_s = weight_s = reduce_s = 0.0
-    backward, reductions = microbatch_backward(local, staged.microbatches.count)
-    if backward is not None:
-        split = split_weights(backward, local.program)
-        input_s, weight_s = (_seconds(graph, local, prices) for graph in (split.of_inputs, split.of_weights))
+    if graphs.split is not None:
+        input_s, weight_s = (_seconds(it, local, prices) for it in (graphs.split.of_inputs, graphs.split.of_weights))
     sent = sent_bytes(local)
     times = StageTimes(forward_s, input_s, weight_s, send_seconds(link, sent))
-    if reductions is not None:
-        reduce_s = _seconds(reductions, local, prices)
-    return StageCosts(times, stage_memory(staged, stage, planned), sent, reduce_s)
+    if graphs.deferred is not None:
+        reduce_s = _seconds(graphs.deferred.of_step, local, prices)
+    storages = stage_storages(staged, planned, graphs)
+    return StageCosts(times, stage_memory(staged, stage, storages), storages, sent, reduce_s)
 
 
 def _seconds(gm: fx.GraphModule, local: LocalProgram, prices: Prices) -> float:

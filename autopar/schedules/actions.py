@@ -6,6 +6,7 @@ writes a schedule, `check_schedule` proves it, `simulate_schedule` prices it, th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,6 +23,9 @@ COMPUTE: tuple[ComputeKind, ...] = ("forward", "backward", "backward_input", "ba
 SENDS: tuple[TransferKind, ...] = ("send_activation", "send_gradient")
 RECVS: tuple[TransferKind, ...] = ("recv_activation", "recv_gradient")
 TRANSFERS: tuple[TransferKind, ...] = SENDS + RECVS
+OF_BACKWARD: tuple[ActionKind, ...] = (
+    "backward", "backward_input", "backward_weight", "send_gradient", "recv_gradient",
+)  # fmt: skip
 NONE = -1  # no peer, no version, no microbatch
 
 
@@ -119,3 +123,10 @@ def rank_of(stage: int, ranks: int, placement: Placement) -> int:
 def chain(stages: int) -> tuple[Edge, ...]:
     """Each stage reads of the one before."""
     return tuple((stage, stage + 1) for stage in range(stages - 1))
+
+
+def halves(actions: Iterable[Action]) -> tuple[list[Action], list[Action]]:
+    """A synchronous list as its forwards, and then its backwards: where the loss is computed of all the outputs."""
+    listed = list(actions)
+    forward = [action for action in listed if action.kind not in OF_BACKWARD]
+    return forward, [action for action in listed if action.kind in OF_BACKWARD]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.capture.program import OutputKind, Program
+from autopar.capture.program import OutputKind, Program, ProgramOutput
 from autopar.stages.assign import anatomy, assign_stages
 from autopar.stages.microbatch import Microbatches
 from autopar.stages.stage_programs import StagedProgram, StageProgram, stage_programs
@@ -43,6 +43,26 @@ class Staged:
         """How each output of the program comes out of the microbatches: joined, added up, or the same in all."""
         pairs = zip(self.program.outputs, self.microbatches.outputs, strict=True)
         return {(output.kind, output.name): placement for output, placement in pairs}
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """Whether the backward starts from one scalar that the program computes; else the caller computes the loss, of
+        the outputs of all microbatches."""
+        differentiable = [output for output in self.program.outputs if output.differentiable]
+        return len(differentiable) == 1 and differentiable[0].kind is OutputKind.LOSS
+
+    @cached_property
+    def given(self) -> tuple[ProgramOutput, ...]:
+        """The outputs that every rank gets: the loss, or all where there is none."""
+        kinds = {output.kind for output in self.program.outputs}
+        wanted = OutputKind.LOSS if OutputKind.LOSS in kinds else OutputKind.OUTPUT
+        return tuple(output for output in self.program.outputs if output.kind is wanted)
+
+    @cached_property
+    def shared_gradients(self) -> dict[str, tuple[int, ...]]:
+        """By parameter that is trained and that several stages hold, those stages: its gradient is a sum over them."""
+        trained = {output.name for output in self.program.outputs if output.kind is OutputKind.GRADIENT}
+        return {name: stages for name, stages in self.first.shared.items() if name in trained}
 
     @cached_property
     def homes(self) -> dict[tuple[OutputKind, str], tuple[int, ...]]:

@@ -75,3 +75,14 @@ def test_statistics_of_norms_have_the_dtype_that_kernels_give_them(calls, kind, 
     for _ in range(2):  # from the mode, and from memory
         fakes = arguments(calls.mode.from_tensor(source), calls.mode.from_tensor(weight))
         assert [item.dtype for item in calls(target, fakes, {})] == [item.dtype for item in real]
+
+
+@pytest.mark.parametrize("target", [aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default,
+                                    aten.binary_cross_entropy.default, aten.huber_loss.default])  # fmt: skip
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_a_loss_lies_in_as_large_a_storage_as_the_kernel_gives_it(calls, target, reduction):
+    """Reduced, several lie in the storage of all elements' losses: it lives as long as the loss."""
+    options = {"reduction": reduction}
+    real = target(torch.rand(4, 6), torch.rand(4, 6), **options)
+    for _ in range(2):
+        assert described(calls(target, (matrix(calls), matrix(calls)), options)) == described(real)

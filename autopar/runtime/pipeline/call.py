@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.program import LeafIndex, OmittedOutput, OutputKind, ProgramOutput
 from autopar.runtime.pipeline.gathered import OutputKey
-from autopar.runtime.pipeline.run import BACKWARD, BoundPipeline
+from autopar.runtime.pipeline.run import BoundPipeline
 from autopar.runtime.pipeline.step import user_outputs
 from autopar.runtime.pipeline.worker import Worker
+from autopar.schedules.actions import halves
 
 _ELSEWHERE = "call the module inside `with pmodel.outputs_everywhere():`, which gives it to every rank"
 
@@ -41,9 +42,9 @@ class Call:
     @property
     def given(self) -> list[OutputKey]:
         """The outputs that every rank gets."""
+        given = {(output.kind, output.name) for output in self.bound.step.staged.given}
         keys = user_outputs(self.bound.step.staged.program)
-        has_loss = any(kind is OutputKind.LOSS for kind, _ in keys)
-        return [key for key in keys if key[0] is OutputKind.LOSS or not has_loss or self.outputs_everywhere]
+        return [key for key in keys if key in given or self.outputs_everywhere]
 
     @property
     def differentiated(self) -> list[Tensor]:
@@ -64,7 +65,7 @@ class Call:
 
     def run_forward(self) -> tuple[Tensor, ...]:
         """Run the forward half of the schedule."""
-        self.bound.follow(self.worker, [it for it in self.bound.actions if it.kind not in BACKWARD])
+        self.bound.follow(self.worker, halves(self.bound.actions)[0])
         return self._results()
 
     def _results(self) -> tuple[Tensor, ...]:
@@ -74,7 +75,7 @@ class Call:
     def run_backward(self, tangents: Mapping[str, Tensor]) -> None:
         """Run the backward half."""
         self.worker.batch = replace(self.worker.batch, tangents=tangents)
-        self.bound.follow(self.worker, [it for it in self.bound.actions if it.kind in BACKWARD])
+        self.bound.follow(self.worker, halves(self.bound.actions)[1])
         self.gradients = self.bound.parameter_gradients(self.worker)
 
     def delivered(self, arrived: Mapping[ProgramOutput, Tensor | None]) -> list[Tensor | None]:

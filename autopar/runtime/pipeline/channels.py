@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RankFailedError
-from autopar.runtime.memory_tracker import LockstepMemory
-from autopar.runtime.pipeline.lanes import Value
+from autopar.runtime.pipeline.lanes import Value, VirtualLanes
+from autopar.schedules.actions import NONE
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one stage gives to another for one microbatch: `kind` is `activation` or `gradient`."""
+    """What one stage gives to another for one microbatch: `kind` is `activation` or `gradient`. Without a microbatch,
+    what one pipeline rank gives to another at the end."""
 
     kind: str
     source: int
@@ -31,6 +32,8 @@ class Message:
     microbatch: int
 
     def __str__(self) -> str:
+        if self.microbatch == NONE:
+            return f"the {self.kind} from pipeline rank {self.source} to {self.reader}"
         return f"the {self.kind}s of microbatch {self.microbatch} from stage {self.source} to stage {self.reader}"
 
 
@@ -65,23 +68,18 @@ class VirtualLinks:
     """The channels of one virtual pipeline rank. It holds what real ones hold: a message that is asked for has its
     memory at once, and what was sent last is kept until another one is sent or has come."""
 
-    def __init__(self, mailbox: Mailbox, memory: LockstepMemory) -> None:
-        self.mailbox, self.memory = mailbox, memory
+    def __init__(self, mailbox: Mailbox, lanes: VirtualLanes) -> None:
+        self.mailbox, self.lanes = mailbox, lanes
         self.sent: list[Value] = []
 
     def send(self, message: Message, rank: int, values: Sequence[Value]) -> None:
         assert message not in self.mailbox.messages, f"{message} were sent twice"
-        self.sent = [self._held([part.contiguous() for part in value]) for value in values]
+        self.sent = [self.lanes.held([part.contiguous() for part in value]) for value in values]
         self.mailbox.messages[message] = [[part.clone() for part in value] for value in self.sent]
 
     def receive(self, message: Message, rank: int, like: Sequence[Sequence[Tensor]]) -> Incoming:
-        empty = [self._held([torch.empty(fake.shape, dtype=fake.dtype) for fake in lanes]) for lanes in like]
+        empty = [self.lanes.held([torch.empty(fake.shape, dtype=fake.dtype) for fake in lanes]) for lanes in like]
         return _Boxed(self, message, empty)
-
-    def _held(self, value: Value) -> Value:
-        for tracker, part in zip(self.memory.trackers, value, strict=True):
-            tracker.hold([part])
-        return value
 
 
 @dataclass(frozen=True)

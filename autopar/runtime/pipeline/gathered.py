@@ -34,4 +34,4 @@ class Gathered:
     def clear_gradients(self, stage: int) -> None:
         for key in [key for key in self.gradients if key[0] == stage]:
             del self.gradients[key]
-            self.owned.discard(key)
+        self.owned = {key for key in self.owned if key[0] != stage}

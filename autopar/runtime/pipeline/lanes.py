@@ -81,6 +81,12 @@ class VirtualLanes:
                 sums.append(one + other)
         return sums
 
+    def held(self, value: Value) -> Value:
+        """The same value, counted as what each lane holds."""
+        for tracker, part in zip(self.memory.trackers, value, strict=True):
+            tracker.hold([part])
+        return value
+
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
         if all(placement == REPLICATE for placement in layout):
             return [full.contiguous()] * len(self.geometries)

@@ -240,7 +240,7 @@ class PipelineModule(ParallelModule):
         own, bound = self._parameters_by_name(), self._first
         count = max(1, bound.step.schedule.update_every)
         for name in parameter_names(bound.variants[stage][0]):
-            value = gathered.gradients.get((stage, name))
+            value = gathered.gradients.pop((stage, name), None)
             held = own[name]
             if value is not None:
                 gradient = value[0] / count if count > 1 else value[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.pipeline.channels import Links, Message, lost_rank
-
-SHARED = "shared gradient"
+from autopar.schedules.actions import NONE
 
 
 class PipelineRank:
@@ -60,27 +59,18 @@ class PipelineRank:
         """`value` as the first stage's ranks have it."""
         return self.broadcast(value, 0) if len(self.line) > 1 else value
 
-    def summed(self, parts: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """By name, the sum of the parts that these pipeline ranks hold, on each of them; of others nothing.
+    def summed(self, name: str, part: Tensor, holders: Sequence[int]) -> Tensor:
+        """The sum of the parts of a gradient that these pipeline ranks hold, on each of them.
 
         Parts are added in the order of the ranks, so that all of them get the same sum.
         """
-        links, pending, sums = self.links, [], {}
-        shared = [name for name in sorted(holders) if self.rank in holders[name]]
-        for number, name in enumerate(shared):
-            for other in holders[name]:
-                if other != self.rank:
-                    links.send(Message(SHARED, self.rank, other, number), other, [[parts[name]]])
-        for number, name in enumerate(shared):
-            for other in holders[name]:
-                if other != self.rank:
-                    message = Message(SHARED, other, self.rank, number)
-                    pending.append((name, other, links.receive(message, other, [[parts[name]]])))
-        found: dict[str, dict[int, Tensor]] = {name: {self.rank: parts[name]} for name in shared}
-        for name, other, incoming in pending:
-            ((value,),) = incoming.values()
-            found[name][other] = value
-        for name, by_rank in found.items():
-            sums[name] = reduce(torch.add, [by_rank[rank] for rank in sorted(by_rank)])
-        links.finish()
-        return sums
+        others, what = [rank for rank in holders if rank != self.rank], f"gradient of {name}"
+        for other in others:
+            self.links.send(Message(what, self.rank, other, NONE), other, [[part]])
+        coming = {other: self.links.receive(Message(what, other, self.rank, NONE), other, [[part]]) for other in others}
+        parts = {self.rank: part}
+        for other, incoming in coming.items():
+            ((parts[other],),) = incoming.values()
+        total = reduce(torch.add, [parts[rank] for rank in sorted(parts)])
+        self.links.finish()
+        return total

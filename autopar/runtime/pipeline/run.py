@@ -24,8 +24,6 @@ from autopar.runtime.pipeline.worker import Batch, Worker
 from autopar.runtime.step import geometry_of
 from autopar.schedules.actions import Action
 
-BACKWARD = ("backward", "backward_input", "backward_weight", "send_gradient", "recv_gradient")
-
 
 @dataclass
 class BoundPipeline:
@@ -52,8 +50,7 @@ class BoundPipeline:
     @property
     def has_loss(self) -> bool:
         """Whether the backward starts from one scalar that the program computes."""
-        differentiable = [output for output in self.step.staged.program.outputs if output.differentiable]
-        return len(differentiable) == 1 and differentiable[0].kind is OutputKind.LOSS
+        return self.step.staged.has_loss
 
     def worker(
         self,
@@ -105,7 +102,8 @@ class BoundPipeline:
         self.place.links.finish()
 
     def everywhere(self, worker: Worker, key: OutputKey) -> Tensor:
-        """An output in full on every rank: computed by the ranks of its stage, given to those of the others."""
+        """An output in full on every rank: computed by the ranks of its stage, given to those of the others. The
+        worker lets go of its parts."""
         home = self.step.staged.homes[key][-1]
         rank = self.step.schedule.rank_of(home)
         program = self.step.staged.program
@@ -119,20 +117,22 @@ class BoundPipeline:
 
     def _full(self, worker: Worker, stage: int, key: OutputKey) -> Tensor:
         """An output of one of this rank's stages, of all microbatches, in full."""
-        parts = worker.gathered.outputs[key]
+        parts = worker.gathered.outputs.pop(key)
         return whole_output(self.step.staged, self.variants[stage], self.lane, key, parts)
 
     def parameter_gradients(self, worker: Worker) -> dict[str, DTensor]:
-        """The gradients of this rank's parameters, as their DTensors; those that stages share are summed over them."""
+        """The gradients of this rank's parameters, as their DTensors; those that stages share are summed over them.
+
+        The worker lets go of its own, so that nothing is held twice.
+        """
         own: dict[str, list[Tensor]] = {}
-        for (_, name), value in sorted(worker.gathered.gradients.items()):
-            own.setdefault(name, []).append(value[0])
-        sums = {name: reduce(torch.add, parts) for name, parts in own.items()}
-        holders = self._holders()
-        for name, ranks in holders.items():
-            if self.place.rank in ranks and name not in sums:
-                sums[name] = self._zeros(name)
-        sums.update(self.place.summed(sums, holders))
+        for key in sorted(worker.gathered.gradients):
+            own.setdefault(key[1], []).append(worker.gathered.gradients.pop(key)[0])
+        sums = {name: reduce(torch.add, own.pop(name)) for name in list(own)}
+        for name, ranks in self._holders().items():
+            if self.place.rank in ranks:
+                part = sums.pop(name) if name in sums else self._zeros(name)
+                sums[name] = self.place.summed(name, part, ranks)
         gradients = {}
         for variants in self.variants.values():
             for item in variants[0].program.inputs:
@@ -143,15 +143,10 @@ class BoundPipeline:
         return gradients
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """By shared parameter that is trained, the pipeline ranks that hold it or a part of its gradient."""
-        staged, schedule = self.step.staged, self.step.schedule
-        trained = {output.name for output in staged.program.outputs if output.kind is OutputKind.GRADIENT}
-        found = {}
-        for name, stages in staged.first.shared.items():
-            ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
-            if name in trained and len(ranks) > 1:
-                found[name] = ranks
-        return found
+        """By parameter whose gradient is summed over pipeline ranks, those ranks; in the order of its name."""
+        shared, rank_of = sorted(self.step.staged.shared_gradients.items()), self.step.schedule.rank_of
+        found = {name: tuple(sorted({rank_of(stage) for stage in stages})) for name, stages in shared}
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
     def _zeros(self, name: str) -> Tensor:
         for variants in self.variants.values():

@@ -159,8 +159,9 @@ class Worker:
     def _forward(self, stage: int, item: int) -> None:
         variant = self._variant(stage, item)
         values = [self._bound(variant, stage, node, item) for node in variant.forward_names]
-        results = self.lanes.run(variant.forward, _by_lane(values, len(variant.lanes)))
-        del values
+        inputs = _by_lane(values, len(variant.lanes))
+        del values  # the graph lets go of what it was given
+        results = self.lanes.run(variant.forward, inputs)
         what, early = variant.lanes[0].expert_counts, len(variant.early_outputs)
         count = early + len(what)
         if self.counter is not None:

@@ -74,7 +74,17 @@ def test_no_rank_holds_more_than_was_planned(schedule: str, microbatches: int) -
     [
         ("llama", (2, 2), "fsdp", PipelineRequest(2, "zb-h1", 2)),
         ("unet", (2,), "ddp", PipelineRequest(2, "zb-h2", 4)),
+        ("unet", (4,), "ddp", PipelineRequest(4, "gpipe", 1)),  # a reduced loss in the storage of all elements'
+        ("unet", (2,), "ddp", PipelineRequest(4, "zb-v", 2)),  # skip connections within a rank
+        ("unet", (2, 2), "ddp", PipelineRequest(2, "gpipe", 1)),
+        ("vit", (2,), "ddp", PipelineRequest(4, "zb-v", 8)),  # what arrives dies within the forward
+        ("bert", (2,), "ddp", PipelineRequest(4, "zb-v", 8)),
+        ("t5", (2,), "ddp", PipelineRequest(4, "zb-v", 2)),
+        ("t5", (2,), "ddp", PipelineRequest(4, "interleaved", 8)),
+        ("gpt2", (2,), "ddp", PipelineRequest(4, "zb-v", 8)),  # tied weights on two stages of one rank
+        ("gpt2", (2, 2), "megatron", PipelineRequest(2, "1f1b", 2)),
         ("mlp", (2,), "ddp", PipelineRequest(2, "gpipe", 3)),
+        ("mlp", (2, 2), "ddp", PipelineRequest(2, "1f1b", 2)),  # the loss is computed outside, of all outputs
     ],
 )
 def test_the_bound_holds_for_whole_models(
