@@ -137,13 +137,13 @@ class Fit:
 
     def problem(self, fitted: Fitted) -> Problem:
         """What recomputing under these layouts costs and holds, calibrated on a measured program; without a limit."""
-        return self.of.problem(np.maximum(self._constant(fitted), 0.0), None)[0]
+        return self.of.problem(np.maximum(self.beside(fitted), 0.0), None)[0]
 
     def under(self, limit: int, start: Fitted, *, rounds: int = ROUNDS) -> tuple[Fitted | None, Fitted]:
         """(The cheapest that was found to fit, the thriftiest that was found), begun from a measured program."""
         best: Fitted | None = start if start.measured.peak_bytes <= limit else None
         thriftiest, last = start, start
-        constant = self._constant(start)
+        constant = self.beside(start)
         tried = {start.residency}
         for _ in range(rounds):
             found = self._proposed(constant, limit, tried)
@@ -159,7 +159,7 @@ class Fit:
                 break
             if fits and self.budget.is_spent:
                 break
-            fresh = self._constant(last)
+            fresh = self.beside(last)
             constant = fresh if fits or found == self.checkpointed else np.maximum(constant, fresh)
         return best, thriftiest
 
@@ -178,7 +178,7 @@ class Fit:
                 break
         return best
 
-    def _constant(self, fitted: Fitted) -> Array:
+    def beside(self, fitted: Fitted) -> Array:
         """What the emitted program holds beside its saved values, [decision, 2]: while values are recomputed for a
         decision (where none are, just before it runs), and while it runs."""
         measured, count = fitted.measured, len(self.planning.decisions)

@@ -12,7 +12,7 @@ from tests.autopar.planner.test_recomputation import blocks, fit_of
 def test_what_is_dropped_first_fits_as_foreseen_and_costs_more_the_less_there_is() -> None:
     fit = fit_of(blocks(), torch.randn(128, 16))
     kept = fit.measured(USUAL)
-    first, constant, peak = CheapestFirst(fit.of), fit._constant(kept), kept.measured.peak_bytes
+    first, constant, peak = CheapestFirst(fit.of), fit.beside(kept), kept.measured.peak_bytes
     counts = range(0, len(first.order) + 1, len(first.order) // 8)
     floor = min(float(fit.of.levels(first.residency(first.order[:it]), constant).max()) for it in counts)
     assert floor < 0.95 * peak
