@@ -81,13 +81,16 @@ class Compiler:
 def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | None) -> Planned:
     """A plan that is searched for, or a given one, priced anew."""
     if plan is None or (options.parameter_layouts is not None and plan.model_hash != program_hash(program)):
-        return plan_program(program, mesh, options)
+        return _noted(plan_program(program, mesh, options), program.notes)
 
     def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
         return resolve(planning, plan), residency_of(planning.decisions, plan)
 
     planned = price_choice(program, mesh, options, pick, plan.search)
-    notes = what_was_recomputed(plan, planned.plan)
+    return _noted(planned, (*program.notes, *what_was_recomputed(plan, planned.plan)))
+
+
+def _noted(planned: Planned, notes: tuple[str, ...]) -> Planned:
     return replace(planned, plan=planned.plan.repriced(notes=notes)) if notes else planned
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "LazyGraphModule",
     "after_backward",
     "apply_function",
+    "applying_function",
     "autograd_sequence_number",
     "below_torch_functions",
     "broadcast_shapes",
@@ -51,9 +52,11 @@ __all__ = [
     "set_dtensor_content",
     "start_ranks",
     "storage_use_count",
+    "unflatten",
     "use_count",
     "without_autocast_cache",
     "without_dispatch",
+    "wrapper_tensor",
 ]
 
 
@@ -75,10 +78,27 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     return torch.Size(broadcast(*shapes))
 
 
+def unflatten(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """`tensor.unflatten(dim, sizes)`, with types."""
+    split: Callable[[int, Sequence[int]], torch.Tensor] = tensor.unflatten
+    return split(dim, sizes)
+
+
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Any:
     """`function.apply(*arguments)`, with types."""
     apply: Callable[..., Any] = function.apply
     return apply(*arguments)
+
+
+_APPLY = inspect.unwrap(vars(torch.autograd.Function)["apply"].__func__).__code__
+
+
+def applying_function() -> bool:
+    """Whether the forward of an `autograd.Function` runs, whose ops no gradient goes through."""
+    frame = None if torch.is_grad_enabled() else inspect.currentframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def start_ranks(function: Callable[..., object], ranks: int, *arguments: object) -> ProcessContext:
@@ -182,6 +202,12 @@ def without_dispatch() -> Iterator[None]:
     """Torch calls in here go to the kernels of their tensors' devices, past every mode, `FakeTensorMode` included."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
+
+
+def wrapper_tensor(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of a subclass with the shape, dtype and device of `like`, and no values."""
+    make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    return make(kind, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
 
 
 def set_dtensor_content(tensor: DTensor, content: DTensor) -> None:

@@ -6,7 +6,7 @@ import functools
 import types
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.source import calling_line
-from autopar.torch_compat import autograd_sequence_number
+from autopar.torch_compat import FakeTensor, autograd_sequence_number
 
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # whose attributes are answered by themselves
 Where = tuple[str, int, str]
 Replace = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -73,7 +74,7 @@ class Observer(TorchFunctionMode):
         self._backward: list[tuple[int, int]] = []  # (first node, sequence number of the autograd node that ran)
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # an attribute such as `shape`: no op
+        if getattr(func, "__name__", "") == "__get__" and type(args[0]) in PLAIN:  # an attribute as `shape`: no op
             return func(*args)
         kwargs = kwargs or {}
         first = len(self._nodes)
@@ -111,6 +112,10 @@ class Observer(TorchFunctionMode):
             yield
         finally:
             self._leave()
+
+    def resuming(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts in which nodes come from the module that runs now."""
+        return functools.partial(self.inside, self._modules[-1])
 
     def _enter(self, name: str, *_: object) -> None:
         self._modules.append(name)

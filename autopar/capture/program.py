@@ -108,7 +108,8 @@ class Program:
     Every node has `meta["val"]` (fake tensor, full shape), `meta["phase"]` ("forward" or "backward"), `meta["module"]`
     (dotted path), `meta["key"]` (stable name: module path, op, occurrence), `meta["where"]` (the user's line, or "").
     `outputs` run: user outputs, mutated buffers, gradients. `output_spec` rebuilds the user's output from the flat
-    list in which `output_leaves` says, per leaf, the `LeafIndex` of a graph output, or a plain Python value.
+    list in which `output_leaves` says, per leaf, the `LeafIndex` of a graph output, or a plain Python value. `notes`:
+    what a plan has to say of how it was captured.
     """
 
     graph_module: fx.GraphModule
@@ -119,6 +120,7 @@ class Program:
     output_leaves: tuple[object, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name of the parameter or buffer that it shares)
     constants: Mapping[str, torch.Tensor]
+    notes: tuple[str, ...] = ()
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

@@ -31,11 +31,18 @@ _DEVICE = torch.ops.prim.device.default  # a question of the dispatcher's, not a
 _LIFT = torch.ops.aten.lift_fresh.default  # of a fresh tensor; in a graph it must copy, or a run would change it
 _LIFT_COPY = torch.ops.aten.lift_fresh_copy.default
 _INDEX, _MASKED_SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
-_EXPAND, _NONZERO, _TO_COPY = (
+_CLONE, _EXPAND, _NONZERO, _TO_COPY = (
+    torch.ops.aten.clone.default,
     torch.ops.aten.expand.default,
     torch.ops.aten.nonzero_numpy.default,
     torch.ops.aten._to_copy.default,
 )
+
+
+def node_of(tensor: Tensor) -> fx.Node:
+    """The node of a tensor that an op made, or that the traced function was given. Raises AttributeError for others."""
+    recorded: tuple[Recorder, fx.Node] = tensor._recorded  # type: ignore[attr-defined]  # set by `_hold`
+    return recorded[1]
 
 
 class Recorder(DispatchMode):
@@ -54,6 +61,7 @@ class Recorder(DispatchMode):
         self.nodes: list[fx.Node] = []
         self.constants: dict[str, Tensor] = {}
         self.meta: dict[str, Any] = {}  # what new nodes inherit
+        self.before_write: Callable[[Tensor], None] | None = None  # asked about each tensor that an op writes into
         self._fakes = FakeCalls(mode)
         self._known = KnownValues(self.nodes, self.constants)
         self._constant_nodes: dict[int, fx.Node] = {}  # by id of the tensor, which `constants` keeps
@@ -69,6 +77,14 @@ class Recorder(DispatchMode):
             self._node(self.graph.output([self._noded(result) for result in results]), None)
         return LazyGraphModule(self.constants, self.graph)
 
+    def known_value(self, node: fx.Node) -> Tensor | None:
+        """The value of a node that nothing but constants reaches."""
+        try:
+            found: Tensor = self._known.result(_CLONE, (node,), {})
+        except UnknownValueError:
+            return None
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].device
@@ -83,6 +99,8 @@ class Recorder(DispatchMode):
         if is_implicit_composite(func, self._device_type(args)):
             with self:
                 return func.decompose(*args, **kwargs)
+        if self.before_write is not None and func._schema.is_mutable:
+            self.before_write(args[0])
         target = _LIFT_COPY if func is _LIFT else func
         name = func.overloadpacket.__name__
         arguments, keywords = self._noded(args), self._noded(kwargs)

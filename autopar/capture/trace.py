@@ -23,6 +23,8 @@ from autopar.capture.program import InputKind, LeafIndex, OmittedOutput, OutputK
 from autopar.capture.recorder import Recorder
 from autopar.capture.replacements.experts import traceable_experts
 from autopar.capture.replacements.normalization import traceable_batch_norms
+from autopar.capture.rows.selection import refuse_rows
+from autopar.capture.rows.tracer import RowTracer
 from autopar.collector import collector_paused
 from autopar.errors import (
     AutoparError,
@@ -210,6 +212,7 @@ class _Trace:
             output_leaves=self.output_leaves,
             tied=tied_names(self.model),
             constants=constants,
+            notes=self.rows.notes(),
         )
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,7 +223,10 @@ class _Trace:
         names = [*self.parameters, *self.buffers]
         state = dict(zip(names, fakes, strict=False))
         inputs = fakes[len(names) : -1]
-        self.observer = Observer(self.model, Interceptor(fakes[-1], _draw_key).replace, self.recorder.nodes)
+        replace = Interceptor(fakes[-1], _draw_key).replace
+        self.rows = RowTracer(replace, self.recorder, lambda: self.observer.resuming())
+        self.recorder.before_write = self.rows.check_write
+        self.observer = Observer(self.model, self.rows.replace, self.recorder.nodes)
         queue = iter(inputs)
         flat = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.flat]
         args, kwargs = pytree.tree_unflatten(flat, self.input_spec)
@@ -229,8 +235,10 @@ class _Trace:
 
         def step(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
             result = self.model(*args, **kwargs)
+            self.rows.finish()
             leaves = self._note_outputs(self.precision.widened_result(result) if self.precision else result)
             values = leaves + self._reassigned_buffers(state)
+            refuse_rows(values)
             self.boundary = len(self.recorder.nodes)
             return values + self._gradients(leaves, {name: item for name, item in wanted.items() if item.requires_grad})
 

@@ -1,0 +1,212 @@
+"""Rows that data selects are refused, with the line and with advice, where anything could depend on which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture.trace import capture, tensor_leaves
+from autopar.errors import CaptureError, DataDependentError
+from autopar.torch_compat import apply_function
+from autopar.verification import compare, eager_values, traced_values
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Selecting(nn.Module):
+    """`change` is between the rows of x that are taken and what is added to x where they were."""
+
+    def __init__(self, change: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(8, 8), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        (token,) = torch.where(x[:, 0] > 0)
+        return torch.zeros_like(x).index_add_(0, token, self.change(self.layer(x[token]), token, x))
+
+
+def count(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return r / max(len(t), 1)
+
+
+def size(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return r / r.shape[0]
+
+
+def repeat(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    for step in range(t.size(0)):
+        r = r + step
+    return r
+
+
+def numbers(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return x[t.tolist()]
+
+
+def loop(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return torch.stack([row * 2 for row in r])
+
+
+def of_another(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return r + x[x[:, 1] > 0]
+
+
+def again(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return r[r[:, 0] > 0]
+
+
+def ternary(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    return r if t.numel() > 0 else r * 2
+
+
+def fill(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    r[:, 0] = 0
+    return r
+
+
+def through_a_view(r: Tensor, t: Tensor, x: Tensor) -> Tensor:
+    half = r[:, :4]
+    half += 1
+    return r
+
+
+ODD: dict[str, Callable[..., Tensor]] = {
+    "cumsum": lambda r, t, x: r.cumsum(0),
+    "softmax": lambda r, t, x: r.softmax(0),
+    "mean": lambda r, t, x: r - r.mean(0),
+    "all": lambda r, t, x: r * r.sum(),
+    "batch norm": lambda r, t, x: F.batch_norm(r, None, None, training=True),
+    "flip": lambda r, t, x: r.flip(0),
+    "roll": lambda r, t, x: r.roll(1, 0),
+    "sort": lambda r, t, x: r.sort(0).values,
+    "first": lambda r, t, x: r + r[0],
+    "head": lambda r, t, x: r[:3],
+    "flat": lambda r, t, x: r.reshape(-1, 4),
+    "attention": lambda r, t, x: F.scaled_dot_product_attention(r[None], r[None], r[None])[0],
+    "product": lambda r, t, x: r @ r.T @ r,
+    "with all": lambda r, t, x: r + x,
+    "arc": lambda r, t, x: r.tanh().acos(),
+    "item": lambda r, t, x: r * r[:, 0].max().item(),
+    "numbers of numbers": lambda r, t, x: r * float(x.sum().item()),
+    "function": lambda r, t, x: apply_function(Doubled, r),
+    "count": count,
+    "size": size,
+    "repeat": repeat,
+    "numbers": numbers,
+    "loop": loop,
+    "of another": of_another,
+    "again": again,
+    "ternary": ternary,
+    "fill": fill,
+    "through a view": through_a_view,
+}
+
+
+def refused(model: nn.Module) -> CaptureError:
+    x = torch.randn(6, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(DataDependentError) as caught:
+        capture(model, (x,), {})
+    assert "test_selection.py" in caught.value.where and caught.value.fix
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_could_tell_which_rows_are_selected_is_refused(name: str) -> None:
+    refused(Selecting(ODD[name]))
+
+
+def test_the_same_program_without_such_an_op_is_captured() -> None:
+    changes: list[Callable[..., Tensor]] = [
+        lambda r, t, x: r,
+        lambda r, t, x: r.view(r.shape[0], 2, 4).transpose(1, 2).flatten(1).softmax(-1),
+        lambda r, t, x: F.scaled_dot_product_attention(r[None], x[None], x[None])[0],  # each row looks at all of x
+    ]
+    for change in changes:
+        capture(Selecting(change), (torch.randn(6, 8),), {})
+
+
+class Leaking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x)[x[:, 0] > 0]
+        return rows.relu()
+
+
+class Misplacing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[x[:, 1] > 0] = super().forward(x[x[:, 0] > 0])
+        return out
+
+
+class Repeating(nn.Linear):
+    """Of two rows for one place, the last counts on one device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        token, _ = torch.where(x > 0)
+        out[token] = super().forward(x[token])
+        return out
+
+
+class WritingInBetween(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y, (token,) = super().forward(x), torch.where(x[:, 0] > 0)
+        rows = y[token]
+        y.mul_(2)
+        return torch.zeros_like(x).index_add_(0, token, rows)
+
+
+class ChangingTheMask(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > 0
+        rows = super().forward(x)[mask]
+        mask[0] = False
+        out = torch.zeros_like(x)
+        out[mask] = rows
+        return out
+
+
+class WritingWhatWaits(nn.Module):
+    """The tokens are written to between what experts computed of them and where it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, out = x * 2, torch.zeros_like(x)
+        (token,) = torch.where(x[:, 0] > 0)
+        out.index_add_(0, token, self.down(self.up(y[token]).relu()))
+        y.mul_(3)
+        return out + y
+
+
+@pytest.mark.parametrize("kind", [Leaking, Misplacing, Repeating, WritingInBetween, ChangingTheMask])
+def test_rows_that_go_elsewhere_are_refused(kind: type[nn.Linear]) -> None:
+    refused(kind(8, 8))
+
+
+def test_tokens_that_experts_read_may_be_written_to_where_no_gradient_needs_them() -> None:
+    """On one device the experts keep rows of their own; here they keep the tokens, which the backward then misses."""
+    model, x = WritingWhatWaits().double(), torch.randn(6, 8, dtype=torch.float64)
+    with pytest.raises(CaptureError, match="modified by an inplace operation"):
+        capture(model, (x,), {})
+    with torch.no_grad():
+        program = capture(model, (x,), {})
+        actual = traced_values(model, program, tensor_leaves((x,), {}), seed=0)
+        assert compare(actual, eager_values(model, program, (x,), {}), reference="eager").ok
