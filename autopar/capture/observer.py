@@ -70,6 +70,7 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self._model, self._replace, self._nodes = model, replace, nodes
         self._modules: list[str] = [""]
+        self._line: Where | None = None  # that what runs now belongs to, if it is not the one that calls
         self._events: list[_Event] = []
         self._backward: list[tuple[int, int]] = []  # (first node, sequence number of the autograd node that ran)
 
@@ -87,7 +88,7 @@ class Observer(TorchFunctionMode):
             result = func(*args, **kwargs)
         last = len(self._nodes)
         if last > first and func is not torch.autograd.grad:
-            origin = Origin(self._modules[-1], calling_line())
+            origin = Origin(self._modules[-1], self._line or calling_line())
             self._events.append(_Event(first, last, origin, autograd_sequence_number()))
         return result
 
@@ -113,9 +114,18 @@ class Observer(TorchFunctionMode):
         finally:
             self._leave()
 
-    def resuming(self) -> Callable[[], AbstractContextManager[None]]:
-        """Makes contexts in which nodes come from the module that runs now."""
-        return functools.partial(self.inside, self._modules[-1])
+    def resuming(self, line: Where | None) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts in which nodes come from that line and the module that runs now."""
+        return functools.partial(self._resumed, self._modules[-1], line)
+
+    @contextmanager
+    def _resumed(self, module: str, line: Where | None) -> Iterator[None]:
+        before, self._line = self._line, line
+        try:
+            with self.inside(module):
+                yield
+        finally:
+            self._line = before
 
     def _enter(self, name: str, *_: object) -> None:
         self._modules.append(name)

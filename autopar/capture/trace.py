@@ -136,8 +136,8 @@ def _clean_errors() -> Iterator[None]:
         raise DataDependentError(
             f"the shape of {error.func} depends on data",
             where=raising_line(error.__traceback__),
-            fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts in a loop over the tokens "
-            "that each was given: autopar.nn.Experts, or transformers' experts interface, each of which becomes one op",
+            fix="use a form of fixed shape there: a mask with torch.where, or topk. Experts: autopar.nn.Experts, "
+            "transformers' experts interface, or a loop over all of them that takes tokens by torch.where(mask)",
         ) from error
     except Exception as error:  # the user's model may raise anything, also through ours, and `from` keeps what it was
         raise CaptureError(
@@ -224,7 +224,7 @@ class _Trace:
         state = dict(zip(names, fakes, strict=False))
         inputs = fakes[len(names) : -1]
         replace = Interceptor(fakes[-1], _draw_key).replace
-        self.rows = RowTracer(replace, self.recorder, lambda: self.observer.resuming())
+        self.rows = RowTracer(replace, self.recorder, lambda line: self.observer.resuming(line))
         self.recorder.before_write = self.rows.check_write
         self.observer = Observer(self.model, self.rows.replace, self.recorder.nodes)
         queue = iter(inputs)
@@ -283,6 +283,7 @@ class _Trace:
         """New values of buffers that the model set by assignment; in-place changes are found by functionalization."""
         after = dict(self.model.named_buffers(remove_duplicate=False))
         changed = [name for name in self.buffers if after[name] is not before[name]]
+        self.rows.check_reassigned(after[name] for name in changed)
         self.outputs.extend(ProgramOutput(OutputKind.BUFFER, name) for name in changed)
         return [after[name].detach() for name in changed]
 

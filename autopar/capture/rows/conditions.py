@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.capture.rows.equal_values import EqualValues, Name, storages_of
 from autopar.capture.rows.masks import Masks, any_of
 from autopar.capture.rows.places import spread
 from autopar.capture.rows.selection import Meaning, Rows, RowState, Selection, refuse
+from autopar.errors import DataDependentError
 from autopar.source import calling_line, describe
 from autopar.torch_compat import DataDependentOutputException, DynamicOutputShapeException
 
@@ -37,6 +38,7 @@ class Conditions:
         self.branches = Branches()
         self.is_asking = False  # a function is run as it is, to see whether it can
         self._selections: dict[Name, Selection] = {}
+        self._first_branch: Branch | None = None
 
     @property
     def have_begun(self) -> bool:
@@ -121,7 +123,7 @@ class Conditions:
         name = None if about is None else self.equal.name(about)
         with torch.no_grad():
             holds = (value != 0).reshape(())
-            self.branches.enter(Branch(frame, lines, holds if way else ~holds, len(self._nodes), name))
+            self._enter(Branch(frame, lines, holds if way else ~holds, len(self._nodes), name))
         return way
 
     def turns(self, rows: Rows) -> Iterator[Tensor]:
@@ -140,9 +142,25 @@ class Conditions:
             with torch.no_grad():
                 predicate = mask[position]
             about = None if table is None else (table, position)
-            self.branches.enter(Branch(frame, lines, predicate, len(self._nodes), about))
+            self._enter(Branch(frame, lines, predicate, len(self._nodes), about))
             yield torch.tensor([position] if state.is_matrix else position, device=mask.device)
         self.branches.leave(frame, lines)
+
+    def _enter(self, branch: Branch) -> None:
+        self._first_branch = self._first_branch or branch
+        self.branches.enter(branch)
+
+    def check_reassigned(self, values: Iterable[Tensor]) -> None:
+        """Raises DataDependentError if any was made since the first branch that data decides."""
+        branch = self._first_branch
+        made = set() if branch is None else set(self._nodes[branch.start :])
+        if branch is not None and any(node_of(value) in made for value in values):
+            where = describe(branch.frame.f_code.co_filename, branch.lines[0], branch.frame.f_code.co_name)
+            raise DataDependentError(
+                "a buffer is set anew in a program with a branch that data decides, or after it",
+                where=where,
+                fix="write into the buffer in place (self.count.copy_(...)), outside of the branch",
+            )
 
     def check_write(self, written: Tensor) -> None:
         """An op writes into a tensor as a whole: in a branch that data decides, it must have been made there.

@@ -22,7 +22,8 @@ class EqualValues:
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._nodes = nodes
         self._looked_at = 0
-        self._written: set[int] = set()  # storages
+        self._written: dict[int, int] = {}  # by storage the place of the last node that writes there
+        self._places: dict[fx.Node, int] = {}
 
     def name(self, node: fx.Node) -> Name:
         """Of a value; its own where it is drawn, or where something wrote into memory that it was computed from."""
@@ -32,16 +33,28 @@ class EqualValues:
     def is_written(self, node: fx.Node) -> bool:
         """Whether anything wrote into the memory of a value."""
         self._look_at_new_nodes()
-        return not self._written.isdisjoint(_storages(node))
+        return not self._written.keys().isdisjoint(_storages(node))
+
+    def is_current(self, node: fx.Node) -> bool:
+        """Whether the memory of a value still holds it."""
+        self._look_at_new_nodes()
+        return all(self._written.get(storage, -1) <= self._places[node] for storage in _storages(node))
 
     def _look_at_new_nodes(self) -> None:
-        for other in self._nodes[self._looked_at :]:
-            if mutates(other):
-                self._written.update(_storages(other))
+        for place in range(self._looked_at, len(self._nodes)):
+            node = self._nodes[place]
+            self._places[node] = place
+            if mutates(node):
+                self._written.update(dict.fromkeys(_storages(node), place))
         self._looked_at = len(self._nodes)
 
     def _name(self, node: fx.Node, depth: int) -> Name:
-        if not depth or node.op != "call_function" or mutates(node) or not self._written.isdisjoint(_storages(node)):
+        if (
+            not depth
+            or node.op != "call_function"
+            or mutates(node)
+            or not self._written.keys().isdisjoint(_storages(node))
+        ):
             return node
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return node

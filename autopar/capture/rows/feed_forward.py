@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +58,13 @@ class _Text:
 
 
 class Reader:
-    """`values`: of nodes, the tensors that the program holds, through which gradients flow."""
+    """`values`: of nodes, the tensors that the program holds, through which gradients flow.
 
-    def __init__(self, values: dict[fx.Node, Tensor]) -> None:
-        self._values = values
+    `is_current` tells whether a tensor still holds the value of its node.
+    """
+
+    def __init__(self, values: dict[fx.Node, Tensor], is_current: Callable[[fx.Node], bool]) -> None:
+        self._values, self._is_current = values, is_current
 
     def read(self, node: fx.Node) -> FeedForward | None:
         """The expert whose outputs for all tokens a node has; None if it is of another form."""
@@ -76,7 +80,7 @@ class Reader:
             return None
         products = [self._linear(source) for source, _, _ in text.inputs]
         ups = [(up, *span[1:]) for up, span in zip(products, text.inputs, strict=True) if up is not None]
-        if len({up.bias is None for up, _, _ in ups}) != 1:
+        if len({up.bias is None for up, _, _ in ups}) != 1 or any(up.dtype is not down.dtype for up, _, _ in ups):
             return None
         tokens = [self._tokens(up.source) for up, _, _ in ups]
         x = tokens[0] if tokens else None
@@ -110,7 +114,7 @@ class Reader:
         found, is_flipped = None, True
         while node.meta["val"].dim() == 2:
             self._note_slice(node)
-            if node in self._values:
+            if self._holds(node):
                 found = Weight(self._values[node], node, is_flipped)
             if node.target in FLIPS or node.target is aten.permute.default or node.target is aten.transpose.int:
                 is_flipped = not is_flipped if node.target in FLIPS or _turns(node) else is_flipped
@@ -122,20 +126,23 @@ class Reader:
     def _note_slice(self, node: fx.Node) -> None:
         """Of a slice of a tensor that the program holds, take one of our own, where its own is not known."""
         args: tuple[Any, ...] = node.args
-        if node.target is aten.select.int and node not in self._values and args[0] in self._values:
+        if node.target is aten.select.int and node not in self._values and self._holds(args[0]):
             self._values[node] = self._values[args[0]].select(args[1], args[2])
 
     def _behind(self, node: Any, ops: frozenset[Any]) -> Tensor | None:
         """The tensor that a node is, or is a cast or another shape of."""
-        while node not in self._values and node.target in ops:
+        while not self._holds(node) and node.target in ops:
             node = node.args[0]
-        return self._values.get(node)
+        return self._values[node] if self._holds(node) else None
+
+    def _holds(self, node: fx.Node) -> bool:
+        return node in self._values and self._is_current(node)
 
     def _tokens(self, node: fx.Node) -> Tensor | None:
         shape, found = node.meta["val"].shape, None
         current: Any = node
         while True:
-            if current in self._values and self._values[current].shape == shape:
+            if self._holds(current) and self._values[current].shape == shape:
                 found = self._values[current]
             if current.target not in RESHAPES:
                 return found

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.recorder import node_of
-from autopar.capture.rows.equal_values import storages_of
+from autopar.capture.rows.equal_values import EqualValues, storages_of
 from autopar.capture.rows.feed_forward import FeedForward, Reader, Weight
 from autopar.capture.rows.masks import Labels, Masks, bound_of
 from autopar.capture.rows.places import Place, apart, spread
 from autopar.capture.rows.selection import Rows, refuse
+from autopar.source import calling_line
 from autopar.torch_compat import unflatten
 
 aten = torch.ops.aten
+PlaceOf = Callable[[tuple[str, int, str] | None], Callable[[], AbstractContextManager[None]]]
 Naming = Callable[[Any], Any]  # equal names, equal values
 
 
@@ -84,18 +86,19 @@ def _form(expert: FeedForward) -> tuple[Any, ...]:
 class Layers:
     """Collects turns, and writes each layer when something else is about to touch its tensors.
 
-    `values`: of nodes, the tensors that the program holds. `place`: where the program is, to be there again.
+    `values`: of nodes, the tensors that the program holds. `place`: gives contexts in which ops come from a line and
+    from the module that runs now.
     """
 
     def __init__(
         self,
         values: dict[fx.Node, Tensor],
         masks: Masks,
-        name: Naming,
-        place: Callable[[], Callable[[], AbstractContextManager[None]]],
+        equal: EqualValues,
+        place: PlaceOf,
     ) -> None:
-        self._values, self._masks, self._name, self._place = values, masks, name, place
-        self._reader = Reader(values)
+        self._values, self._masks, self._name, self._place = values, masks, equal.name, place
+        self._reader = Reader(values, equal.is_current)
         self._waiting: list[Layer] = []
         self._is_held = self.is_writing = False
 
@@ -119,7 +122,7 @@ class Layers:
             )
         if layer is None:
             self.flush_before_write([place.base])
-            layer = Layer(place.base, is_sum, order, self._place(), torch.is_grad_enabled())
+            layer = Layer(place.base, is_sum, order, self._place(calling_line()), torch.is_grad_enabled())
             self._waiting.append(layer)
         layer.turns.append(turn)
         kept = [place.base, turn.expert.x, turn.mask, *([] if turn.scores is None else [turn.scores])]
@@ -129,6 +132,8 @@ class Layers:
 
     def _turn(self, rows: Rows, mask: Tensor, place: Place, order: tuple[int, ...], *, is_whole: bool) -> Turn | None:
         factors = _factors(rows)
+        if any(isinstance(item, Rows) and not item.state.is_unchanged for item in factors):
+            return None
         experts = [(item, self._reader.read(node_of(item.state.dense))) for item in factors if isinstance(item, Rows)]
         found = [(item, expert) for item, expert in experts if expert is not None]
         if len(found) != 1 or found[0][0].state.space != order[:1] or found[0][0].state.dim:

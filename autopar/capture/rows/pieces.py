@@ -12,8 +12,9 @@ from torch import Tensor
 
 from autopar.capture.recorder import node_of
 from autopar.capture.rows.by_row import Values
+from autopar.capture.rows.equal_values import EqualValues
 from autopar.capture.rows.feed_forward import Reader
-from autopar.capture.rows.layers import Naming, stacked
+from autopar.capture.rows.layers import stacked
 from autopar.capture.rows.selection import Meaning, Rows, RowState, Selection, refuse
 from autopar.source import calling_line, describe
 
@@ -52,9 +53,9 @@ class Split:
 class Pieces:
     """Splits tensors, and joins what was computed of all their pieces."""
 
-    def __init__(self, values: Values, name: Naming, meaning: Meaning) -> None:
-        self._values, self._name, self._meaning = values, name, meaning
-        self._reader = Reader(values)
+    def __init__(self, values: Values, equal: EqualValues, meaning: Meaning) -> None:
+        self._values, self._name, self._meaning = values, equal.name, meaning
+        self._reader = Reader(values, equal.is_current)
         self._splits: dict[Selection, Split] = {}
         self.notes: list[str] = []
 
@@ -128,7 +129,7 @@ class Pieces:
             and item[1].weight.value.shape == linear.weight.value.shape
             for item in found
         )  # fmt: skip
-        if not alike or rows._version != states[0].version:
+        if not alike:
             return None
         matrices = (
             stacked([item.weight for _, item in found], self._values, self._name).transpose(1, 2).to(linear.dtype)

@@ -118,10 +118,15 @@ class RowState:
         """Whether writes are in wait that the values do not have yet."""
         return self.increment is not None and self.increment.waiting > 0
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the memory of the rows is as it was."""
+        return self.dense._version == self.version
+
     def check_unchanged(self) -> None:
         """Raises DataDependentError if what the rows were taken of was written to since."""
         self.selection.check_unchanged()
-        if self.dense._version != self.version:
+        if not self.is_unchanged:
             refuse("a tensor was written to while rows taken of it were in use", "take the rows of a copy (x.clone())")
 
 

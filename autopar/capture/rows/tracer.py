@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.recorder import Recorder
 from autopar.capture.rows.by_row import ByRow, Values
 from autopar.capture.rows.conditions import Conditions, are_in
-from autopar.capture.rows.layers import Layers
+from autopar.capture.rows.layers import Layers, PlaceOf
 from autopar.capture.rows.pieces import Pieces, RowSize
 from autopar.capture.rows.places import Place, place_of, taken
 from autopar.capture.rows.selection import Increment, Rows, RowState, refuse
@@ -33,7 +32,10 @@ QUESTIONS = frozenset(  # functions that read no value
 NOTED = frozenset(
     ("__getitem__", "eq", "__eq__", "one_hot", "unbind")
 )  # functions whose first tensor experts may be made of
-NUMBERS = frozenset(("__iter__", "__len__", "tolist", "item", "__bool__", "numpy"))
+NUMBERS = frozenset(("__iter__", "__len__", "tolist", "item", "__bool__", "numpy", "size", "numel"))
+PLAIN_NUMBERS = frozenset(
+    ("dim", "ndim", "ndimension", "element_size", "itemsize", "get_device", "output_nr", "_version")
+)
 WRITERS = frozenset(
     (Tensor.__getitem__, Tensor.__setitem__, Tensor.index_add_, Tensor.index_put_)
 )  # what waits is for them to see to
@@ -44,19 +46,17 @@ WITHOUT_A_COLUMN = ((-1,), ([-1],), (1,), (), (0, -1))  # arguments that make a 
 class RowTracer:
     """Stands before another `replace` of the tracer: starts rows where data selects them, and follows them.
 
-    `place`: where the program is, to be there again.
+    `place`: gives contexts in which ops come from a line and from the module that runs now.
     """
 
-    def __init__(
-        self, replace: Replace, recorder: Recorder, place: Callable[[], Callable[[], AbstractContextManager[None]]]
-    ) -> None:
+    def __init__(self, replace: Replace, recorder: Recorder, place: PlaceOf) -> None:
         self._next = replace
         values: Values = {}
         self._conditions = Conditions(recorder, self)
         self._by_row = ByRow(recorder.nodes, values, self)
-        self._layers = Layers(values, self._conditions.masks, self._conditions.equal.name, place)
+        self._layers = Layers(values, self._conditions.masks, self._conditions.equal, place)
         self._writes = Writes(self._conditions.branches, self._layers, self._conditions.names)
-        self._pieces = Pieces(values, self._conditions.equal.name, self)
+        self._pieces = Pieces(values, self._conditions.equal, self)
         self._called: Function = torch.where  # the function that is being answered
         self._starts: Mapping[Function, Function] = {
             **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), self._nonzero),
@@ -103,6 +103,13 @@ class RowTracer:
     def notes(self) -> tuple[str, ...]:
         """What a plan has to say of how rows are computed."""
         return (*self._writes.notes(), *dict.fromkeys(self._pieces.notes))
+
+    def check_reassigned(self, values: Iterable[Tensor]) -> None:
+        """Buffers are set to these: not in a branch that data decides, which would have to undo it.
+
+        Raises DataDependentError.
+        """
+        self._conditions.check_reassigned(values)
 
     def check_write(self, written: Tensor) -> None:
         """An op is about to write into a tensor. Raises DataDependentError where it must not."""
@@ -263,11 +270,11 @@ class RowTracer:
         if meaning is not None:
             return meaning(*args, **kwargs)
         if name in NUMBERS:
-            return getattr(args[0], name)()
+            return getattr(args[0], name)(*args[1:], **kwargs)
         if name == "__get__" and not isinstance(value := func(args[0].state.dense), Tensor):
-            return value
+            return _answer(func.__self__.__name__, value)
         twin = _out_of_place(func, args, kwargs)
-        return self._by_row.call(func, args, kwargs) if twin is None else self._in_place(*twin)
+        return _answer(name, self._by_row.call(func, args, kwargs)) if twin is None else self._in_place(*twin)
 
     def _check(self, rows: Rows) -> None:
         """Rows are about to be used: nothing was written to what they were taken of. Raises DataDependentError."""
@@ -296,6 +303,16 @@ class RowTracer:
         result.increment = increment
         rows.state = result
         return rows
+
+
+def _answer(question: str, value: Any) -> Any:
+    """A result, which is no number that the number of rows could be in."""
+    numbers = [
+        leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    ]
+    if numbers and question not in PLAIN_NUMBERS:
+        refuse(f"the program asks for the {question} of selected rows, which depends on data")
+    return value
 
 
 def _out_of_place(

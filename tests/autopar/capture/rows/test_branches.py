@@ -172,6 +172,39 @@ def buffer_write(self: Any, x: Tensor, token: Tensor, out: Tensor) -> Tensor:
     return x.abs()
 
 
+class Counting(nn.Linear):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class CountingInBranch(nn.Module):
+    """One device counts only where the branch is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (token,) = torch.zeros_like(x), torch.where(x[:, 0] > 0)
+        if x.sum() > 0:
+            out.index_add_(0, token, self.layer(x[token]))
+        return out
+
+
+def test_a_buffer_that_is_set_anew_in_a_branch_is_refused() -> None:
+    with pytest.raises(DataDependentError, match="buffer is set anew") as caught:
+        capture(CountingInBranch(), (torch.randn(5, 6, dtype=torch.float64),), {})
+    assert "out.index_add_(0, token, self.layer(x[token]))" in caught.value.where
+
+
 def dictionary(self: Any, x: Tensor, token: Tensor, out: Tensor) -> Tensor:
     found: dict[int, Tensor] = {}
     if x.sum() > 0:

@@ -102,6 +102,9 @@ ODD: dict[str, Callable[..., Tensor]] = {
     "item": lambda r, t, x: r * r[:, 0].max().item(),
     "numbers of numbers": lambda r, t, x: r * float(x.sum().item()),
     "function": lambda r, t, x: apply_function(Doubled, r),
+    "elements": lambda r, t, x: r / r.nelement(),
+    "bytes": lambda r, t, x: r / r.nbytes,
+    "size of a function": lambda r, t, x: r / torch.numel(r),
     "count": count,
     "size": size,
     "repeat": repeat,
@@ -194,6 +197,38 @@ class WritingWhatWaits(nn.Module):
         out.index_add_(0, token, self.down(self.up(y[token]).relu()))
         y.mul_(3)
         return out + y
+
+
+class WritingTokens(nn.Module):
+    """The tokens are written to after experts have computed, and before what they computed is written back."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, out, (token,) = x * 2, torch.zeros_like(x), torch.where(x[:, 0] > 0)
+        rows = self.down(self.up(y[token]).relu())
+        y.mul_(3)
+        return y + out.index_add_(0, token, rows)
+
+
+class WritingScores(WritingTokens):
+    def forward(self, x: Tensor) -> Tensor:
+        y, out, (token,) = x[:, :1] * 2, torch.zeros_like(x), torch.where(x[:, 0] > 0)
+        rows = self.down(self.up(x[token]).relu()) * y[token]
+        y.mul_(3)
+        return y + out.index_add_(0, token, rows)
+
+
+@pytest.mark.parametrize("kind", [WritingTokens, WritingScores])
+def test_what_experts_have_read_counts_as_it_was_then(kind: type[WritingTokens]) -> None:
+    model, x = kind(8, 4).double(), torch.randn(6, 8, dtype=torch.float64)
+    with torch.no_grad():  # with gradients, autograd refuses it
+        program = capture(model, (x,), {})
+        actual = traced_values(model, program, tensor_leaves((x,), {}), seed=0)
+        report = compare(actual, eager_values(model, program, (x,), {}), reference="eager")
+    assert report.ok, report.table
 
 
 @pytest.mark.parametrize("kind", [Leaking, Misplacing, Repeating, WritingInBetween, ChangingTheMask])

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture.program import Program
@@ -69,6 +70,7 @@ def test_choices_reach_the_op_as_the_router_made_them() -> None:
     for kind in (loops.Mixtral, loops.Hits):
         graph = capture(kind(), (tokens(),), {}).graph_module.graph
         node = next(node for node in graph.nodes if "autopar.experts." in str(node.target))
+        assert "final.index_add_(0, top_x, current" in node.meta["where"]  # not where the result is read
         index = node.args[1]
         while index.target is torch.ops.aten.permute.default:
             index = index.args[0]
@@ -135,6 +137,21 @@ def test_random_numbers_of_experts_are_drawn_for_every_row() -> None:
     assert op_counts(assert_same(loops.Mixtral(Dropping).eval(), tokens()))["autopar.experts.default"] == 1
 
 
+def test_a_loop_may_be_computed_again_in_the_backward() -> None:
+    class Again(loops.Mixtral):
+        def mixed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+            found: Tensor = checkpoint(super().mixed, x, scores, chosen, use_reentrant=False)
+            return found
+
+    class EachAgain(loops.FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return found
+
+    for model in (Again(), Again(loops.Normalized), loops.Hits(EachAgain)):
+        assert_same(model, tokens())
+
+
 def test_a_loop_under_autocast_computes_in_its_precision() -> None:
     class Mixed(loops.Mixtral):
         def forward(self, x: Tensor) -> Tensor:
@@ -156,6 +173,21 @@ def test_a_loop_is_distributed_like_a_layer_of_experts(kind: type[Loop]) -> None
     for search in ("ilp", "megatron"):
         report = autopar.verify(kind(loops.Normalized), (2, 2), example_inputs=tokens(), search=search)
         assert report.ok, report.table
+
+
+def load_on_two_ranks() -> list[list[int]]:
+    model = loops.Hits(loops.Gated).route(never=1)
+    pmodel = autopar.compile(
+        model, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), example_inputs=tokens()
+    )
+    pmodel(tokens())
+    found: list[list[int]] = pmodel.expert_load.matrix.tolist()
+    return found
+
+
+def test_tokens_of_a_loop_are_counted_by_expert() -> None:
+    (load,) = run_on_ranks(load_on_two_ranks, 2)[0]
+    assert sum(load) == 2 * 16 and load[1] == 0 and len(load) == EXPERTS
 
 
 def on_two_ranks() -> dict[str, float]:
