@@ -23,7 +23,7 @@ Mask: TypeAlias = Literal["none", "causal", "dense"]
 ROOFLINE = "Williams, Waterman and Patterson, CACM 52(4), 2009 (roofline); curve: the profile's source"
 _launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s efficiency ramp_s tile")
 _rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
-_kernel = symbols("kernel_bytes_per_s")[0]
+_kernel, _host = symbols("kernel_bytes_per_s host_bytes_per_s")
 _moved, _flops, _cache, _cache_rate = symbols("moved_bytes flops cache_bytes cache_bytes_per_s")
 _batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
 _MEMORY_UNITS = {"memory_bytes_per_s": "B/s", "cache_bytes": "B", "cache_bytes_per_s": "B/s"}
@@ -58,6 +58,13 @@ MEMORY_BOUND = Formula(
     ROOFLINE,
     leaves_out="strided access, more than one level of cache",
 )  # fmt: skip
+HOST_COPY = Formula(
+    "copy to or from the host",
+    _launch + _moved / _host,
+    {"moved_bytes": "B", "host_bytes_per_s": "B/s", "launch_s": "s"},
+    "the profile's host link",
+    leaves_out="memory that is not pinned",
+)
 KERNEL = Formula(
     "measured op",
     _launch + sympy.Max(_moved / _kernel, _traffic_s(_moved)),
@@ -214,6 +221,12 @@ def optimizer_step_price(
 def host_copy_seconds(device: Device, moved_bytes: Numeric) -> Number:
     """Seconds of a copy between the device and pinned host memory, one way (offload or reload)."""
     return device.launch_s + 1.0 * moved_bytes / device.host_bytes_per_s
+
+
+def host_copy_price(device: Device, moved_bytes: Numeric) -> Priced:
+    """The price that `host_copy_seconds` gives the value of."""
+    numbers = {"launch_s": device.launch_s, "host_bytes_per_s": device.host_bytes_per_s}
+    return Priced(HOST_COPY, {"moved_bytes": moved_bytes, **numbers})
 
 
 @lru_cache(maxsize=256)

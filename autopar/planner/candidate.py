@@ -8,7 +8,7 @@ from functools import cached_property
 from autopar.cost_models.simulator import StepOps
 from autopar.planner.build import PlanningProblem
 from autopar.planner.fit import Fitted
-from autopar.planner.measure import Measured, measured_program
+from autopar.planner.measure import Measured, host_state, measured_program
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
@@ -54,6 +54,11 @@ class Candidate:
     @property
     def peak_bytes(self) -> int:
         return self.measured.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The most on one rank's host: what is offloaded at once, and optimizer state."""
+        return self.measured.timeline.host_peak_bytes + sum(host_state(self.planning, self.choice))
 
     @property
     def fitted(self) -> Fitted:

@@ -56,6 +56,7 @@ class Decision:
     sources: tuple[Source, ...] = ()
     call: OpCall | None = None
     group: object = field(default=None)
+    host_bytes: npt.NDArray[np.int64] | None = None  # of its optimizer's state, on the device while it is stepped
 
 
 NO_OPTIMIZER = Optimizer("none")
@@ -73,7 +74,7 @@ class DecisionList:
         self._at: dict[str, Source] = {}  # fx node name -> where its value comes from
         self._priced: dict[OpCall, tuple[tuple[Strategy, ...], Seconds, npt.NDArray[np.int64]]] = {}
         self._placed: dict[tuple[InputKind, TensorSpec], tuple[tuple[Strategy, ...], npt.NDArray[np.int64]]] = {}
-        self._updates: dict[TensorSpec, tuple[npt.NDArray[np.int64], Seconds]] = {}
+        self._updates: dict[TensorSpec, tuple[npt.NDArray[np.int64], Seconds, npt.NDArray[np.int64] | None]] = {}
         self._left: dict[tuple[Layout, ...], tuple[tuple[Strategy, ...], Seconds]] = {}
         self._left_bytes: dict[tuple[TensorSpec, tuple[Layout, ...]], npt.NDArray[np.int64]] = {}
         nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
@@ -104,9 +105,9 @@ class DecisionList:
     def _add_placeholder(self, node: fx.Node, kind: InputKind, name: str) -> None:
         spec = spec_of(node.meta["val"])
         strategies, held = self._stored(kind, spec)
-        seconds = np.zeros(len(strategies))
+        seconds, on_host = np.zeros(len(strategies)), None
         if kind is InputKind.PARAMETER and name in self._trained:
-            held, seconds = self._updated(spec)
+            held, seconds, on_host = self._updated(spec)
         module, own = owner(name) if kind in (InputKind.PARAMETER, InputKind.BUFFER) else ("", name)
         index = self._append(
             Decision(
@@ -122,6 +123,7 @@ class DecisionList:
                 bytes=held,
                 specs=(spec,),
                 group=(kind.value, self._kinds.of(module), own, spec),
+                host_bytes=on_host,
             )
         )
         self._at[node.name] = Source(index, 0)
@@ -135,14 +137,17 @@ class DecisionList:
             self._placed[key] = tuple(_only_output(layout) for layout in layouts), held
         return self._placed[key]
 
-    def _updated(self, spec: TensorSpec) -> tuple[npt.NDArray[np.int64], Seconds]:
-        """Under each strategy of a parameter: its bytes with its optimizer's state, and the seconds of its step."""
+    def _updated(self, spec: TensorSpec) -> tuple[npt.NDArray[np.int64], Seconds, npt.NDArray[np.int64] | None]:
+        """Under each strategy of a parameter: its bytes with its optimizer's state, the seconds of its step, and the
+        bytes of the state that lies on the host, if any does."""
         if spec not in self._updates:
             strategies, held = self._stored(InputKind.PARAMETER, spec)
             layouts = [strategy.outputs[0] for strategy in strategies]
             state = [self.optimizer.bytes(spec, layout, self.mesh_shape) for layout in layouts]
             seconds = [self.prices.optimizer(self.optimizer, spec, layout) for layout in layouts]
-            self._updates[spec] = held + np.array(state, dtype=np.int64), np.array(seconds)
+            away = [self.optimizer.host_bytes(spec, layout, self.mesh_shape) for layout in layouts]
+            on_host = np.array(away, dtype=np.int64) if any(away) else None
+            self._updates[spec] = held + np.array(state, dtype=np.int64), np.array(seconds), on_host
         return self._updates[spec]
 
     def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:

@@ -398,7 +398,7 @@ class Planner:
         plan = self.foreseen(best, best.step_s, best.peak_bytes).repriced(
             recompute_s=self._fit(best).recompute_s(best.residency),
             memory=best.measured.memory,
-            host_bytes=best.measured.timeline.host_peak_bytes,
+            host_bytes=best.host_bytes,
             step_ops=best.step_ops,
             recomputation=self._fit(best).problem(best.fitted),
             details=best.measured.details(self.prices, self.limit),

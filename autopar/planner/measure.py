@@ -32,6 +32,8 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.reshard import moves_once, reshard_steps
 from autopar.sharding.strategies import Strategy, local_bytes
 
+AT_ONCE = 2  # parameters whose state from the host is on the device at once while they are stepped
+
 
 def predicted_step_s(planning: PlanningProblem, choice: Sequence[int], prices: Prices) -> float:
     """Seconds of one step on the largest rank, before anything is emitted.
@@ -218,12 +220,20 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
         if decision.kind == "parameter":
             held = _output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
             state += int(decision.bytes[pick]) - held
+    end = timeline.totals[-1] if timeline.totals else 0
+    state += max(0, end + sum(sorted(host_state(planning, choice))[-AT_ONCE:]) - timeline.peak_bytes)
     if state:
         memory["optimizer_state"] = state
     totals = np.array(timeline.totals, dtype=np.float64) + state
     return Measured(
         memory, _moments(planning, fullest), totals, totals - np.array(timeline.born), programs[-1], timeline
     )
+
+
+def host_state(planning: PlanningProblem, choice: Sequence[int]) -> list[int]:
+    """Bytes of optimizer state on a rank's host, by parameter that has some."""
+    pairs = zip(planning.decisions, choice, strict=True)
+    return [int(decision.host_bytes[pick]) for decision, pick in pairs if decision.host_bytes is not None]
 
 
 def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:

@@ -44,7 +44,8 @@ class Optimizer:
 
     `state`: by the parameter's number of dims, what it keeps; none: no optimizer is counted. `large`: what it keeps
     instead for parameters of at least `least_large` elements. `shards_replicas`: whether ranks that hold the same shard
-    of a parameter divide its state among them (`autopar.optim.ShardedState`, ZeRO-1).
+    of a parameter divide its state among them (`autopar.optim.ShardedState`, ZeRO-1). `on_host`: whether it is on the
+    device only while its parameter is stepped (`autopar.optim.HostState`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Optimizer:
     large: tuple[StateTensor, ...] = ()
     least_large: int = 0
     shards_replicas: bool = False
+    on_host: bool = False
 
     def of(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         """What it keeps for one parameter."""
@@ -71,6 +73,14 @@ class Optimizer:
         return state_layout(spec.shape, layout, mesh_shape) if self.shards_replicas else layout
 
     def bytes(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> int:
-        """State that the fullest rank holds for one parameter, step counts left out."""
+        """State of one parameter that the fullest rank holds on its device, step counts left out."""
+        return self.all_bytes(spec, layout, mesh_shape) - self.host_bytes(spec, layout, mesh_shape)
+
+    def host_bytes(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> int:
+        """The same on its host; what has no dims stays on the device."""
+        return self.all_bytes(spec, layout, mesh_shape) if self.on_host and spec.shape else 0
+
+    def all_bytes(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> int:
+        """The same wherever it is, and what is on the device while the parameter is stepped."""
         cut = self.layout(spec, layout, mesh_shape)
         return sum(item.bytes(spec, cut, tuple(mesh_shape)) for item in self.of(spec))

@@ -9,6 +9,7 @@ import torch
 from autopar.errors import UnsupportedOptionError
 from autopar.optim.adam_8bit import MOMENTS, SMALL, Adam8bit
 from autopar.optim.blocks import BLOCK
+from autopar.optim.host_state import HostState
 from autopar.optim.sharded_state import ShardedState
 from autopar.planner.decisions import NO_OPTIMIZER
 from autopar.planner.optimizer_state import Optimizer, StateTensor
@@ -33,7 +34,11 @@ def optimizer_of(factory: OptimizerFactory | None) -> Optimizer:
             f"optimizer={factory!r} makes no optimizer of a list of parameters: {error}",
             fix="pass a class or a factory, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
         ) from error
-    inside = optimizer.inner if isinstance(optimizer, ShardedState) else optimizer
+    wrappers = []
+    inside = optimizer
+    while isinstance(inside, (ShardedState, HostState)):
+        wrappers.append(type(inside))
+        inside = inside.inner
     large: tuple[StateTensor, ...] = ()
     if isinstance(inside, Adam8bit):
         large = (StateTensor(None, 1), StateTensor((), 4, BLOCK)) * len(MOMENTS)
@@ -42,7 +47,8 @@ def optimizer_of(factory: OptimizerFactory | None) -> Optimizer:
         state=tuple(_state_of(factory, dims) for dims in range(len(PROBE) + 1)),
         large=large,
         least_large=SMALL,
-        shards_replicas=isinstance(optimizer, ShardedState),
+        shards_replicas=ShardedState in wrappers,
+        on_host=HostState in wrappers,
     )
 
 

@@ -18,6 +18,7 @@ from autopar.cost_models.compute import (
     attention_price,
     attention_work,
     convolution_price,
+    host_copy_price,
     host_copy_seconds,
     kernel_price,
     matmul_price,
@@ -234,9 +235,12 @@ class Prices:
         """What `optimizer` adds up."""
         cut = optimizer.layout(spec, layout, self.mesh.shape)
         own = float(local_bytes(spec, cut, self.mesh.shape))
-        state = float(optimizer.bytes(spec, layout, self.mesh.shape))
+        state = float(optimizer.all_bytes(spec, layout, self.mesh.shape))
+        away = float(optimizer.host_bytes(spec, layout, self.mesh.shape))
         steps = reshard_steps(spec, cut, layout, self.mesh.shape, self.collective) if cut != layout else ()
         found = [replace(optimizer_step_price(self.device, own, own, state), label="optimizer step")]
+        if away:  # both ways at once: while the state of one parameter goes, that of another comes
+            found.append(host_copy_price(self.device, away))
         for step in steps:
             found += self.move_prices(step.collective or "slice", step.bytes, step.axis, step.copied_bytes)
         return found

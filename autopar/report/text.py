@@ -106,8 +106,14 @@ def _memory_line(plan: Plan) -> str:
     if not plan.memory:
         return "memory by kind: not measured"
     kinds = sorted(plan.memory.items(), key=lambda item: -item[1])
+    host = f"; on the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else ""
     note = "" if plan.optimizer != "none" else "; no optimizer= was named, so its state is not counted"
-    return "memory at the peak: " + ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in kinds if bytes_) + note
+    return (
+        "memory at the peak: "
+        + ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in kinds if bytes_)
+        + host
+        + note
+    )
 
 
 def _costliest(plan: Plan) -> str:
@@ -149,7 +155,7 @@ def _not_kept(plan: Plan, word: str) -> str:
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     said = {
         "recompute": "recomputed in the backward rather than kept",
-        "offload": f"on the host from the forward to the backward, up to {bytes_text(plan.host_bytes)} at once",
+        "offload": "on the host from the forward to the backward",
         "compress": "compressed without loss from the forward to the backward",
     }
     return f"{said.get(word, f'{word} from the forward to the backward')} ({held}): {shown}"

@@ -104,10 +104,15 @@ def lay_out_parameter(parameter: DTensor, layout: Layout) -> None:
 
 
 def lay_out_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every state tensor that has its parameter's shape the parameter's layout, in place."""
+    """Give every state tensor that has its parameter's shape the parameter's layout, in place.
+
+    One that lies on the host is left to its optimizer, which lays it out once it is on the device.
+    """
     for parameter, state in optimizer.state.items():
         for value in state.values():
-            if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            if not isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+                continue
+            if value.to_local().device.type == value.device_mesh.device_type:
                 lay_out_anew(value, layout_of(parameter))
 
 

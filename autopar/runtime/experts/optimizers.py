@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -37,8 +38,10 @@ class OptimizerWatch:
         weakref.finalize(self, handle.remove)
 
     def note(self, optimizer: Optimizer) -> None:
-        """Remember the optimizer if it is of these parameters."""
-        if optimizer in self.known or not any(id(item) in self.parameters for item in _parameters(optimizer)):
+        """Remember the optimizer if it is of these parameters, and not the one inside of one that is known."""
+        if any(optimizer is item for known in self.known for item in _nested(known)):
+            return
+        if not any(id(item) in self.parameters for item in _parameters(optimizer)):
             return
         if any(id(item) in self.orders for item in optimizer.state):
             raise UnsupportedOptionError(
@@ -69,6 +72,7 @@ class OptimizerWatch:
         for optimizer in sorted(self.known, key=lambda item: type(item).__name__):
             for name, value in optimizer.state.get(parameter, {}).items():
                 if has_rows(optimizer, parameter, name, value):
+                    _check_is_beside(optimizer, parameter, value)
                     found[id(value)] = value
         return list(found.values())
 
@@ -112,6 +116,24 @@ def has_rows(optimizer: Optimizer, parameter: Tensor, name: str, value: Any) -> 
         fix="train experts that are to be moved with an optimizer whose state has a row for each expert, as that of "
         "torch.optim.AdamW, SGD, Adafactor and autopar.optim.SM3",
     )
+
+
+def _check_is_beside(optimizer: Optimizer, parameter: Tensor, value: Tensor) -> None:
+    """Raise UnsupportedOptionError for a state that is not on its parameter's device."""
+    held, weight = (item.to_local() if isinstance(item, DTensor) else item for item in (value, parameter))
+    if held.device.type != weight.device.type:
+        raise UnsupportedOptionError(
+            f"state of {type(optimizer).__name__} lies on the host, and experts that are moved take theirs along",
+            fix="train experts that are to be moved with the optimizer inside of HostState",
+        )
+
+
+def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer, the one inside of it, the one inside of that: `autopar.optim` calls them `inner`."""
+    found: Any = optimizer
+    while isinstance(found, Optimizer):
+        yield found
+        found = getattr(found, "inner", None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autopar.optim import SM3, Adafactor, Adam8bit, ShardedState
+from autopar.optim import SM3, Adafactor, Adam8bit, HostState, ShardedState
 from autopar.runtime.parameters import lay_out_anew, lay_out_optimizer_state
 from autopar.sharding.layout import parse_layout
 from tests.gloo import run_on_ranks
@@ -99,7 +99,8 @@ def laid_out_anew() -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2))
     weight, gradients = torch.randn(96, 64), torch.randn(4, 96, 64)
     found = []
-    for factory in (partial(ShardedState, optimizer=torch.optim.AdamW), SM3, Adam8bit):
+    hosted = partial(HostState, optimizer=torch.optim.AdamW)
+    for factory in (partial(ShardedState, optimizer=torch.optim.AdamW), SM3, Adam8bit, hosted):
         alone = torch.nn.Parameter(weight.clone())
         cut = torch.nn.Parameter(distribute_tensor(weight.clone(), mesh, parse_layout("S0,S0", 2)))
         first, second = factory([alone]), factory([cut])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import UnsupportedOptionError
-from autopar.optim import SM3, Adafactor, Adam8bit, ShardedState
+from autopar.optim import SM3, Adafactor, Adam8bit, HostState, ShardedState
 from autopar.planner.optimizers import optimizer_of
 from autopar.sharding.layout import parse_layout
 from autopar.sharding.op_call import TensorSpec
@@ -26,6 +26,8 @@ FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": Adafactor,
     "SM3": SM3,
     "Adam8bit": Adam8bit,
+    "AdamW on the host": partial(HostState, optimizer=torch.optim.AdamW),
+    "sharded AdamW on the host": partial(ShardedState, optimizer=partial(HostState, optimizer=torch.optim.AdamW)),
     "sharded AdamW": partial(ShardedState, optimizer=torch.optim.AdamW),
     "sharded Adam8bit": partial(ShardedState, optimizer=Adam8bit),
 }
@@ -66,7 +68,9 @@ def test_the_state_that_is_counted_is_what_the_fullest_rank_holds(dtype: torch.d
     for name, factory in FACTORIES.items():
         optimizer = optimizer_of(factory)
         for index, (shape, layout) in enumerate(CASES):
-            counted = optimizer.bytes(TensorSpec(shape, dtype), parse_layout(layout, 2), (2, 2))
+            place = TensorSpec(shape, dtype), parse_layout(layout, 2), (2, 2)
+            counted = optimizer.bytes(*place) + optimizer.host_bytes(*place)
+            assert optimizer.host_bytes(*place) == (counted if "on the host" in name and shape else 0)
             assert counted == max(held[name, index] for held in ranks), f"{name}: {shape} in {layout}"
 
 
