@@ -24,7 +24,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 
 import torch
 
@@ -43,6 +42,7 @@ from autopar.planner.residency import USUAL, Residency
 from autopar.planner.saved_values import late_decisions, roots_of
 from benchmarks.frontier_models import MODELS
 from benchmarks.recompute_optimum import least_bytes, proven_optimum
+from benchmarks.tables import ROOT, write_table
 
 TABLES = ("others", "growth", "optimum")
 OTHERS = ("vgg19", "resnet50", "unet", "mobilenet", "gpt2", "llama")  # models, as below
@@ -50,7 +50,7 @@ PUBLISHED = {"mobilenet": 1.06, "vgg16": 1.01, "vgg19": 1.00, "unet": 1.03, "res
 """Of Checkmate's two-phase rounding: step over optimum, geometric mean (Jain et al., MLSys 2020, table 2)."""
 BUDGETS = (0.75, 0.5, 0.25, 0.0)
 TIMES = 3  # the batch or the depth that grows
-DOCS = Path(__file__).parent.parent / "docs" / "memory_frontier.md"
+DOCS = ROOT / "docs" / "memory_frontier.md"
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,8 @@ def main() -> int:
 
 def write_docs(table: str, lines: list[str]) -> None:
     """Write one table into its place on the page, with machine and date."""
-    text = DOCS.read_text(encoding="utf-8")
-    begin, end = f"<!-- {table}: begin -->", f"<!-- {table}: end -->"
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
     where = f"{platform.machine()}, {platform.system()}, torch {torch.__version__}, {date.today()}:"
-    DOCS.write_text("\n".join([before + begin, where, "", *lines, "", end]) + after, encoding="utf-8")
+    write_table(DOCS, table, [where, "", *lines, ""])
 
 
 if __name__ == "__main__":
