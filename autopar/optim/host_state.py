@@ -113,6 +113,7 @@ class HostState(ClosureStep):
             coming = [self._coming(following) for _, following in order[number + 1 : number + 2]]
             if going:
                 self.inner.state[parameter] = _there(going)
+            del state, going  # what they hold of the device is the next parameter's
         for device in {local_of(parameter).device for _, parameter in order}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()  # the host may read its state from here on

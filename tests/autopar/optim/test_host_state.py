@@ -19,6 +19,7 @@ from autopar.errors import UnsupportedOptionError
 from autopar.optim import SM3, Adafactor, Adam8bit, HostState, ShardedState
 from autopar.optim.cut import local_of
 from autopar.runtime.experts.optimizers import OptimizerWatch
+from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.sharding.layout import parse_layout
 from tests.gloo import run_on_ranks
 
@@ -93,6 +94,22 @@ def test_state_goes_to_the_host_after_each_step_and_comes_back_for_the_next() ->
         with Copies() as copies:
             step(optimizer, items, seed)
         assert copies.bytes == {"offload": state_bytes, "reload": state_bytes if seed else 0}
+
+
+def test_the_device_holds_the_state_of_two_parameters_at_most() -> None:
+    items = [nn.Parameter(torch.randn(64, 64)) for _ in range(8)]
+    one, state_bytes = items[0].nbytes, 2 * items[0].nbytes
+    optimizer = HostState(items, partial(torch.optim.Adam, foreach=False))
+    with MemoryTracker() as memory:
+        memory.hold(items)
+        for seed in range(3):
+            step(optimizer, items, seed)
+            memory.reset_peak()
+        held = memory.live_bytes
+        assert memory.host_bytes == 8 * state_bytes and held <= 8 * 2 * one + 1024  # gradients, numbers of steps
+        optimizer.step()
+        assert memory.live_bytes == held and memory.host_bytes == 8 * state_bytes
+        assert memory.peak_bytes == held + 2 * state_bytes  # `step` makes two tensors more, when one state is there
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
