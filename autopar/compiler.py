@@ -96,7 +96,7 @@ def _noted(planned: Planned, notes: tuple[str, ...]) -> Planned:
 
 def _pack(planned: Planned) -> str:
     """What the first rank decides: the strategy of every op, and the plan."""
-    message = (planned.assignment, planned.plan.repriced(problem=None, recomputation=None, planning=None))
+    message = (planned.assignment, planned.plan.repriced(problem=None, planning=None))
     return base64.b64encode(pickle.dumps(message)).decode()
 
 

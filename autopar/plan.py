@@ -83,7 +83,6 @@ class Plan:
     experts: tuple[Any, ...] = ()
     problem: Problem | None = field(default=None, repr=False, compare=False)  # what was searched; not saved
     step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
-    recomputation: Problem | None = field(default=None, repr=False, compare=False)  # under these layouts; not saved
     details: PlanDetails | None = field(default=None, repr=False, compare=False)  # measured of the emitted program
     planning: Planning | None = field(default=None, repr=False, compare=False)  # where it comes from; not saved
     other_meshes: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # plans of as many devices; not saved
@@ -141,9 +140,9 @@ class Plan:
         Raises PlanError for a plan that was loaded rather than searched.
         """
         found = list(memory_frontier(self._searched()))
-        if self.recomputation is not None:
+        if self.planning is not None:
             base = self.cost - self.residency_s
-            again = memory_frontier(self.recomputation, points=16, time_limit_s=3.0)
+            again = memory_frontier(self.planning.recomputation, points=16, time_limit_s=3.0)
             found += [(bytes_, base + seconds) for bytes_, seconds in again]
         found += [point for plan in self.other_meshes for point in plan.frontier]
         return undominated(found)
@@ -359,9 +358,7 @@ class Plan:
     def without_problems(self) -> Plan:
         """Without what was searched and simulated: what other ranks need."""
         stages = tuple(replace(stage, plan=stage.plan.without_problems()) for stage in self.stages)
-        return replace(
-            self, problem=None, step_ops=None, recomputation=None, planning=None, other_meshes=(), stages=stages
-        )
+        return replace(self, problem=None, step_ops=None, planning=None, other_meshes=(), stages=stages)
 
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""

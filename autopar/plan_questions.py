@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.plan_entries import PlanEntry
+    from autopar.search import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Change:
 
 class Planning(Protocol):
     """Where a plan comes from, kept beside it to answer questions."""
+
+    @property
+    def recomputation(self) -> Problem:
+        """What becomes of values under the plan's layouts, as a search problem without a limit."""
+        ...
 
     def explanations(self, plan: Plan, pattern: str, names: dict[str, list[str]]) -> tuple[Explanation, ...]:
         """Of folded names and the keys that they stand for, and of what matches but leaves nothing to decide."""

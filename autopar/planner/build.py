@@ -122,7 +122,10 @@ def _usage(decision: Decision, known: dict[tuple[int, bool], Matrix]) -> Matrix:
 
 
 def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:
-    """When each decision's value is alive, in decision indices; a view keeps alive what it looks at."""
+    """When each decision's value is alive, in decision indices; a view keeps alive what it looks at.
+
+    A gradient is reduced as soon as it is there.
+    """
     count = len(decisions)
     starts = list(range(count))
     ends = [index + 1 for index in range(count)]
@@ -132,7 +135,7 @@ def _intervals(decisions: Sequence[Decision]) -> tuple[tuple[int, int], ...]:
             roots[index] = roots[decision.sources[0].decision]
         for source in decision.sources:
             root = roots[source.decision]
-            ends[root] = max(ends[root], index + 1)
+            ends[root] = max(ends[root], 1 + (source.decision if decision.kind == "gradient" else index))
         if decision.kind in ("parameter", "buffer", "input", "constant"):
             starts[index], ends[index] = 0, count
         elif decision.kind == "gradient":

@@ -142,6 +142,8 @@ class Fit:
     def under(self, limit: int, start: Fitted, *, rounds: int = ROUNDS) -> tuple[Fitted | None, Fitted]:
         """(The cheapest that was found to fit, the thriftiest that was found), begun from a measured program."""
         best: Fitted | None = start if start.measured.peak_bytes <= limit else None
+        if best is not None and self._is_near(best.seconds):
+            return best, best
         thriftiest, last = start, start
         constant = self.beside(start)
         tried = {start.residency}

@@ -23,8 +23,9 @@ from autopar.planner.constraints import Constraint, apply_constraints, residency
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
-from autopar.planner.joint import joint_problem
+from autopar.planner.joint import Joint, joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
+from autopar.planner.move_buffers import peak_with_moves
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
@@ -43,6 +44,7 @@ ROUNDS = 4  # how often the limit is tightened when the emitted program needs mo
 NEAR = 0.01  # of the whole step: layouts that take so much more than the best are not worth a joint search
 JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
 BOUND_GAP = 1e-3  # of the problem whose optimum bounds all plans
+JOINT_LEAST_S = 10.0  # of one joint search, however late: without it there may be no plan; most end long before
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
 
 GATHERS = {"fsdp": "recompute", "zero2": "keep"}
@@ -238,6 +240,10 @@ class Planner:
         self.candidates.append(candidate)
         return candidate
 
+    def recomputation(self, candidate: Candidate) -> Problem:
+        """What becomes of values under a candidate's layouts, as a search problem without a limit."""
+        return self._fit(candidate).problem(candidate.fitted)
+
     def _fit(self, candidate: Candidate) -> Fit:
         pins = residency_pins(self.planning, self.options.constraints)
         gathers = GATHERS.get(candidate.name)
@@ -310,7 +316,7 @@ class Planner:
         allowance = float(self.limit)
         for _ in range(JOINT_ROUNDS if joint is not None else 0):
             assert joint is not None
-            solution = self._solution(with_limit(joint.problem, allowance), None, JOINT_GAP)
+            solution = self._joint_solution(joint, allowance)
             if solution is None:
                 return False
             choice = joint.choice(solution.choice)
@@ -322,6 +328,19 @@ class Planner:
             if allowance <= 0:
                 return False
         return False
+
+    def _joint_solution(self, joint: Joint, allowance: float) -> Solution | None:
+        """The best of the joint problem; with room for moved copies too, where that costs next to nothing."""
+        least_s = JOINT_LEAST_S * self.budget.slowdown
+        solution = self._solution(with_limit(joint.problem, allowance), None, JOINT_GAP, least_s)
+        if solution is None:
+            return None
+        foreseen = peak_with_moves(self.planning, joint.problem, solution.choice, joint.choice(solution.choice))
+        room = allowance - (foreseen - self.limit)
+        if not 0 < room < allowance:
+            return solution
+        roomy = self._solution(with_limit(joint.problem, room), None, JOINT_GAP, least_s)
+        return roomy if roomy is not None and roomy.cost <= (1 + NEAR) * solution.cost else solution
 
     def _search_tightened(self) -> None:
         """Layouts alone, under a limit that is tightened until the emitted program meets it."""
@@ -343,12 +362,14 @@ class Planner:
             return None
         return self.add(self.options.search_name, solution.choice, solution)
 
-    def _solution(self, problem: Problem, start: Sequence[int] | None, gap: float = 0.0) -> Solution | None:
+    def _solution(
+        self, problem: Problem, start: Sequence[int] | None, gap: float = 0.0, least_s: float = 0.0
+    ) -> Solution | None:
         try:
             solution = solve(
                 problem,
                 strategy=self.options.search,
-                time_limit_s=self.budget.share_s,
+                time_limit_s=max(least_s, self.budget.share_s),
                 seed=self.options.seed,
                 start=start,
                 gap=gap,
@@ -400,7 +421,6 @@ class Planner:
             memory=best.measured.memory,
             host_bytes=best.host_bytes,
             step_ops=best.step_ops,
-            recomputation=self._fit(best).problem(best.fitted),
             details=best.measured.details(self.prices, self.limit),
         )
         assignment = self.planning.assignment(best.choice, best.residency)

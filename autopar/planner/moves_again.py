@@ -78,6 +78,7 @@ class MovesAgain:
         self.last_early: dict[Value, int] = {}  # what the forward reads: its last reader
         self.first_late: dict[Value, int] = {}
         self._late_read: dict[Value, tuple[int, int]] = {}  # the same reader, and which of its inputs
+        self._early_read: dict[Value, tuple[int, int]] = {}  # the first one in the forward
         for index, late in enumerate(self.late):
             for argument, value in enumerate(self._read(index)):
                 if late:
@@ -85,6 +86,7 @@ class MovesAgain:
                     self._late_read.setdefault(value, (index, argument))
                 else:
                     self.last_early[value] = index
+                    self._early_read.setdefault(value, (index, argument))
 
     def always(self, reader: int, saved: Container[int]) -> float:
         """Seconds of the moves into a recomputed op from what is no saved value: inputs of the program, small ones."""
@@ -155,7 +157,7 @@ class MovesAgain:
         """What the backward gathers though the forward has: with `gathered_once` it reads the forward's copy."""
         for value in values:
             copy = self._early_copy(value)
-            if self._cost(value, kept=False) > 0 and copy is not None:
+            if self._whole_s(value) > 0 and copy is not None:
                 end, start = self.last_early[copy] + 1, self.first_late[value]
                 root, seconds = self.roots[value[0]], self._cost(value, kept=True)
                 yield Gather(root, seconds, self._copy_bytes(copy), end, start, is_direct=True)
@@ -183,7 +185,7 @@ class MovesAgain:
         own = self.decisions[index].strategies[self.choice[index]].outputs[output]
         is_parameter = self.decisions[self.roots[index]].kind == "parameter"
         once = not is_parameter and moves_once(own, target, self.prices.mesh.shape)
-        return not once and self._cost(below, kept=False) > 0
+        return not once and self._whole_s(below) > 0
 
     @cached_property
     def _last_early(self) -> dict[int, int]:
@@ -204,20 +206,28 @@ class MovesAgain:
         return [(it.decision, it.output, target) for it, target in zip(decision.sources, targets, strict=True)]
 
     def _cost(self, value: Value, *, kept: bool) -> float:
-        """Seconds of a move: of a kept value as the search problem has it, which hides some behind computation."""
+        """Seconds of a move, as the search problem has it, which hides some behind computation: of a kept value into
+        the backward; into ops that are recomputed, as in the forward."""
+        index, output, target = value
+        layout = self.decisions[index].strategies[self.choice[index]].outputs[output]
+        if layout == target:
+            return 0.0
+        is_op, is_early = self.decisions[index].kind == "op", value in self._early_read
+        if kept and is_op and is_early and moves_once(layout, target, self.prices.mesh.shape):
+            return 0.0
+        read = self._late_read.get(value) if kept else None
+        read = read or self._early_read.get(value)
+        if read is not None and read in self.reads:
+            return float(self.reads[read][self.choice[index], self.choice[read[0]]])
+        return self._whole_s(value)
+
+    def _whole_s(self, value: Value) -> float:
+        """Seconds of a move with nothing hidden."""
         index, output, target = value
         producer = self.decisions[index]
         layout, spec = producer.strategies[self.choice[index]].outputs[output], producer.specs[output]
-        mesh_shape = self.prices.mesh.shape
         assert spec is not None
-        if layout == target:
-            return 0.0
-        if kept and producer.kind == "op" and value in self.last_early and moves_once(layout, target, mesh_shape):
-            return 0.0
-        read = self._late_read.get(value) if kept else None
-        if read is not None and read in self.reads:
-            return float(self.reads[read][self.choice[index], self.choice[read[0]]])
-        if value not in self._seconds:
-            steps = reshard_steps(spec, layout, target, mesh_shape, self.prices.collective)
+        if layout != target and value not in self._seconds:
+            steps = reshard_steps(spec, layout, target, self.prices.mesh.shape, self.prices.collective)
             self._seconds[value] = sum(step.seconds for step in steps)
-        return self._seconds[value]
+        return self._seconds.get(value, 0.0)

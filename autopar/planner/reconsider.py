@@ -23,7 +23,7 @@ from autopar.planner.formulas import Formulas
 from autopar.planner.make import Planned, Planner, without_limit
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.residency import Residency
-from autopar.search import FORBIDDEN, evaluate, peak_usage
+from autopar.search import FORBIDDEN, Problem, evaluate, peak_usage
 
 MAX_NAMES = 4  # folded names whose alternatives are solved for in one explanation
 ROOM = 0.8  # of the limit: what is foreseen to need more is emitted and measured
@@ -67,6 +67,11 @@ class Session:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or sent plan is without its model."""
         return type(None), ()
+
+    @cached_property
+    def recomputation(self) -> Problem:
+        """What becomes of values under the plan's layouts, as a search problem without a limit."""
+        return self.planner.recomputation(self.best)
 
     @cached_property
     def alternatives(self) -> Alternatives:

@@ -241,7 +241,9 @@ class _Finder:
             changes[last] -= least
         crossing = np.cumsum(changes)[large] if large else changes[:0]
         firsts = [min(self.late_readers[index], default=len(self.decisions)) for index in large]
-        first_before = np.minimum.accumulate(np.array(firsts, dtype=np.int64))
+        behind = np.argsort(lasts, kind="stable")  # what crosses a cut is kept there: it waits for nobody
+        first_behind = np.minimum.accumulate(np.array([len(self.decisions), *np.array(firsts, np.int64)[behind]]))
+        first_before = first_behind[np.searchsorted(lasts[behind], large, side="right")]
         found = set()
         for place, bytes_ in enumerate(crossing):
             if bytes_ <= crossing[max(0, place - WINDOW) : place + WINDOW + 1].min():
