@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,18 +26,17 @@ Naming = Callable[[Any], Any]  # equal names, equal values
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One expert's rows: who computes them, where they count, and times what."""
+    """One expert's rows: who computes them, where they count, and times what.
+
+    `slots` names what says, for each slot of a token, which expert it goes to, and to no other; None if nothing does.
+    """
 
     expert: FeedForward
     mask: Tensor  # bool [tokens, slots]
     scores: Tensor | None  # [tokens, slots]
     labels: Labels | None  # of the mask
+    slots: Hashable
     is_whole: bool  # the mask is the condition, in no branch that could narrow it
-
-    @property
-    def slots(self) -> tuple[fx.Node, tuple[int, ...]] | None:
-        """What says, for each slot of a token, which expert it goes to, and to no other."""
-        return None if self.labels is None or self.labels.label is None else (self.labels.index, self.labels.dims)
 
     @property
     def label(self) -> int | None:
@@ -45,9 +44,10 @@ class Turn:
         return None if self.labels is None else self.labels.label
 
     @property
-    def weights(self) -> tuple[fx.Node, ...]:
+    def weights(self) -> tuple[Hashable, ...]:
         """Of the expert: the same, the same expert."""
-        return (*(up.weight.node for up, _, _ in self.expert.ups), self.expert.down.weight.node)
+        linears = [*(up for up, _, _ in self.expert.ups), self.expert.down]
+        return tuple((linear.weight.node, id(linear.bias)) for linear in linears)
 
 
 @dataclass(eq=False)
@@ -150,7 +150,9 @@ class Layers:
             return None
         labels = self._masks.labels(node_of(place.selection.condition))
         flat = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
-        return Turn(found[0][1], flat, scores, labels, is_whole)
+        is_one = labels is not None and labels.label is not None
+        slots = (self._name(labels.index), labels.dims) if labels is not None and is_one else None
+        return Turn(found[0][1], flat, scores, labels, slots, is_whole)
 
     def waiting_for(self, base: Tensor) -> int:
         """How many turns are still to be written to a tensor."""

@@ -22,6 +22,7 @@ RESHAPES = frozenset(
     (aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.t.default, aten.expand.default)
 )
 NEGATIONS = frozenset((aten.bitwise_not.default, aten.logical_not.default))
+PARTS = frozenset((aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim))
 CLASS, ONE = -1, -2  # in the place of a dim of the index: the dim of the classes; a dim of size one
 
 
@@ -146,7 +147,7 @@ def _is_never_negative(node: fx.Node) -> bool:
 
 def bound_of(index: fx.Node) -> int | None:
     """A number that all elements of an index are below."""
-    if index.target in SAME or index.target in RESHAPES:
+    if index.target in SAME or index.target in RESHAPES or index.target in PARTS:
         return bound_of(index.args[0])  # type: ignore[arg-type]  # the first argument of these ops is a node
     parent: Any = index
     if index.target is operator.getitem and index.args[1] == 1:

@@ -63,6 +63,8 @@ def test_experts_of_a_known_form_become_one_op(kind: type[Loop], expert: type[nn
     assert not found["aten.gelu.default"] and not found["aten.silu.default"] and not program.notes
     node = next(node for node in program.graph_module.graph.nodes if "autopar.experts." in str(node.target))
     assert node.args[3].meta["val"].shape[0] == EXPERTS
+    if kind is not loops.Flat:  # there each choice has a row of its own
+        assert node.args[1].meta["val"].shape == (16, loops.CHOICES)
 
 
 def test_choices_reach_the_op_as_the_router_made_them() -> None:
