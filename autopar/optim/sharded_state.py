@@ -138,7 +138,10 @@ def _narrowed(held: Tensor, cut: Cut, fine: Cut) -> Tensor:
 
 
 def _moved(value: Any, part: Tensor) -> Any:
-    """A state tensor as long as the parameter, in the part's layout; others are brought there by their optimizer."""
-    if isinstance(value, DTensor) and isinstance(part, DTensor) and value.shape == part.shape:
-        return value.redistribute(part.device_mesh, part.placements)
-    return value
+    """A state tensor as long as the parameter, in the part's layout; others are brought there by their optimizer, as
+    what lies on the host is."""
+    if not isinstance(value, DTensor) or not isinstance(part, DTensor) or value.shape != part.shape:
+        return value
+    if value.to_local().device.type != value.device_mesh.device_type:
+        return value
+    return value.redistribute(part.device_mesh, part.placements)

@@ -18,9 +18,11 @@ import autopar
 from autopar.errors import UnsupportedOptionError
 from autopar.optim import SM3, Adafactor, Adam8bit, HostState, ShardedState
 from autopar.optim.cut import local_of
+from autopar.optim.sharded_state import _moved
 from autopar.runtime.experts.optimizers import OptimizerWatch
 from autopar.runtime.memory_tracker import MemoryTracker
-from autopar.sharding.layout import parse_layout
+from autopar.runtime.parameters import lay_out_anew, lay_out_optimizer_state
+from autopar.sharding.layout import format_layout, parse_layout
 from tests.gloo import run_on_ranks
 
 Factory = Callable[..., torch.optim.Optimizer]
@@ -205,6 +207,29 @@ def test_shards_on_ranks_are_stepped_the_same() -> None:
         for name, same, where, held in found:
             assert same and where == "{'cpu'}", name
             assert held == expected.get(name, held)
+
+
+def laid_out_anew() -> list[str]:
+    """Layouts of a state that lies elsewhere than its mesh, after its parameter was laid out anew."""
+    mesh = init_device_mesh("cpu", (2,))
+    item = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, parse_layout("S0", 1)))
+    found = []
+    for factory in (partial(HostState, optimizer=torch.optim.Adam), partial(ShardedState, optimizer=torch.optim.Adam)):
+        optimizer = factory([item])
+        elsewhere = torch.empty(4, 4, device="meta")
+        value = DTensor.from_local(elsewhere, mesh, parse_layout("S0", 1), run_check=False)
+        optimizer.state[item] = {"exp_avg": value}
+        lay_out_anew(item, parse_layout("S1", 1))
+        lay_out_optimizer_state(optimizer)
+        found.append(format_layout(tuple(value.placements)))
+        found.append(format_layout(tuple(_moved(value, item).placements)))
+        lay_out_anew(item, parse_layout("S0", 1))
+    return found
+
+
+def test_state_that_lies_on_the_host_is_left_to_its_optimizer() -> None:
+    for found in run_on_ranks(laid_out_anew, 2):
+        assert found == ["S0"] * 4
 
 
 def trained() -> list[float]:
