@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -70,10 +71,14 @@ class ByRow:
             state = RowState(value, dim, space, selection)
             _note_source(state, rows, made)
             if func in PRODUCTS and not kwargs and all(isinstance(item, (Rows, int, float)) for item in args):
-                state.factors = args
+                state.factors = tuple(self._as_it_is(item) for item in args)
             return Rows.of(state, self._meaning)
 
         return pytree.tree_map_only(Tensor, wrapped, result)
+
+    def _as_it_is(self, item: Any) -> Any:
+        """Rows that stay when these are written to."""
+        return Rows.of(copy(item.state), self._meaning) if isinstance(item, Rows) else item
 
     def _on_all(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from autopar.capture.recorder import node_of
 from autopar.capture.rows.equal_values import EqualValues, storages_of
 from autopar.capture.rows.feed_forward import FeedForward, Reader, Weight
-from autopar.capture.rows.masks import Labels, Masks, bound_of
+from autopar.capture.rows.masks import Labels, Masks
 from autopar.capture.rows.places import Place, apart, spread
 from autopar.capture.rows.selection import Rows, refuse
 from autopar.source import calling_line
@@ -241,16 +241,19 @@ class Layers:
         if len({None if score is None else self._name(node_of(score)) for score in scores}) == 1:
             assert scores[0] is not None
             return index, scores[0]
-        parts = [torch.where(turn.mask, 1 if turn.scores is None else turn.scores, 0) for turn in turns]
+        parts = [torch.where(turn.mask, _scores(turn, layer), 0) for turn in turns]
         return index, torch.stack(parts).sum(0)
 
     def _own_index(self, layer: Layer, turns: Sequence[Turn], numbers: Sequence[int]) -> Tensor | None:
-        """The tensor that the masks were made of, if it numbers the experts as they are numbered here."""
+        """The tensor that the masks were made of, if it numbers the experts as they are numbered here.
+
+        Any other number in it is no expert's, here as in the op.
+        """
         labels = [turn.labels for turn in turns if turn.labels is not None]
         node, dims = labels[0].index, labels[0].dims
         is_whole = all(turn.is_whole for turn in turns) and all(item.is_exact for item in labels)
         in_turn = [item.label for item in labels] == list(numbers) == list(range(len(numbers)))
-        if not is_whole or not in_turn or bound_of(node) != len(numbers) or self._masks.is_written(node):
+        if not is_whole or not in_turn or self._masks.is_written(node):
             return None
         if node not in self._values or sorted(dims) != list(range(len(dims))):
             return None
@@ -260,12 +263,15 @@ class Layers:
 
 def _own_slot(layer: Layer, group: Sequence[tuple[Turn, int]]) -> tuple[Tensor, Tensor]:
     """Of one expert's turns, whose rows of a token come to one row, times the sum of their scores."""
-    ones = torch.ones((), dtype=layer.base.dtype, device=layer.base.device)
     with torch.no_grad():
         is_taken = torch.cat([turn.mask for turn, _ in group], 1).any(1, keepdim=True)
         index = torch.where(is_taken, group[0][1], -1)
-    given = [torch.where(turn.mask, ones if turn.scores is None else turn.scores, 0) for turn, _ in group]
+    given = [torch.where(turn.mask, _scores(turn, layer), 0) for turn, _ in group]
     return index, torch.cat(given, 1).sum(1, keepdim=True)
+
+
+def _scores(turn: Turn, layer: Layer) -> Tensor:
+    return torch.ones((), dtype=layer.base.dtype, device=layer.base.device) if turn.scores is None else turn.scores
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

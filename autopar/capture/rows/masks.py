@@ -156,7 +156,8 @@ def bound_of(index: fx.Node) -> int | None:
     if parent.target not in ranked or (parent is index) != (parent.target is aten.argmax.default):
         return None
     place = ranked[parent.target]
-    dim = parent.args[place] if len(parent.args) > place else parent.kwargs.get("dim", -1)
+    default = None if parent.target is aten.argmax.default else -1  # without a dim, it is of all elements
+    dim = parent.args[place] if len(parent.args) > place else parent.kwargs.get("dim", default)
     return int(parent.args[0].meta["val"].shape[dim]) if isinstance(dim, int) else None
 
 

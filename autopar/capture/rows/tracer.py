@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from types import FunctionType
 from typing import Any
 
@@ -290,7 +291,7 @@ class RowTracer:
         before, increment = rows.state, None
         is_sum = func in (Tensor.__add__, Tensor.add) and len(args) == 2 and not kwargs and isinstance(args[1], Rows)
         if is_sum and before.increment is not None and before.increment.delta is None:
-            delta = Rows.of(dataclasses.replace(args[1].state), self)  # as it is now
+            delta = Rows.of(copy(args[1].state), self)  # as it is now
             increment = dataclasses.replace(before.increment, delta=delta)
             if increment.waiting:
                 rows.state = dataclasses.replace(before, increment=increment)

@@ -67,6 +67,42 @@ def test_experts_of_a_known_form_become_one_op(kind: type[Loop], expert: type[nn
         assert node.args[1].meta["val"].shape == (16, loops.CHOICES)
 
 
+@pytest.mark.parametrize("kind", [loops.Mixtral, loops.Masked, loops.Columns, loops.Positions], ids=title)
+def test_choices_may_repeat_and_name_no_expert(kind: type[Loop]) -> None:
+    others = 0 if kind is loops.Mixtral else 2  # one_hot takes none
+
+    class Hashed(kind):  # type: ignore[misc, valid-type]  # any of them
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.reshape(-1, x.shape[-1])
+            chosen = (tokens[:, :3] * 7).floor().long().remainder(EXPERTS + others)
+            scores = self.router(tokens)[:, :3].sigmoid()
+            out: Tensor = x + self.mixed(tokens, scores, chosen).reshape(x.shape)
+            return out
+
+    program = assert_same(Hashed(), tokens())
+    graph = program.graph_module.graph
+    first = next(node for node in graph.nodes if str(node.target) == "autopar.experts.default")
+    assert kind is not loops.Mixtral or first.args[1].meta["val"].shape == (16, 3)
+
+
+def test_experts_with_and_without_scores_and_with_numbers_are_one_layer() -> None:
+    class Uneven(Loop):
+        def mixed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(chosen == e)
+                rows = expert(x[token])
+                if e:
+                    rows = rows * scores[token, slot, None]
+                if e > 1:
+                    rows *= 0.5
+                out.index_add_(0, token, rows)
+            return out
+
+    found = op_counts(assert_same(Uneven(), tokens()))
+    assert found["autopar.experts.default"] == 1
+
+
 def test_choices_reach_the_op_as_the_router_made_them() -> None:
     """Then the planner knows how many there are, and the counts of the experts are those of the model's."""
     for kind in (loops.Mixtral, loops.Hits):
