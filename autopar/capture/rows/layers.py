@@ -59,6 +59,7 @@ class Layer:
     order: tuple[int, ...]  # dims of the condition: the tokens', then the slots'
     inside: Callable[[], AbstractContextManager[None]]
     has_gradients: bool
+    keeps_tokens: bool = False  # they are about to be written to, and the backward is to have them as they are
     turns: list[Turn] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     storages: set[int] = field(default_factory=set)  # of what the turns read and write
@@ -177,6 +178,10 @@ class Layers:
         """Write what reads the memory of any of these."""
         if self._waiting and not self._is_held:
             touched = storages_of(tensor for tensor in tensors if not isinstance(tensor, Rows))
+            for layer in self._waiting:
+                layer.keeps_tokens = layer.keeps_tokens or not touched.isdisjoint(
+                    storages_of([layer.turns[0].expert.x])
+                )
             self.flush(lambda layer: not touched.isdisjoint(layer.storages))
 
     def flush(self, chosen: Callable[[Layer], bool] = lambda _: True) -> None:
@@ -194,7 +199,7 @@ class Layers:
     def _write(self, layer: Layer) -> None:
         experts = list({turn.weights: turn.expert for turn in layer.turns}.values())
         index, scores = self._routing(layer)
-        kind, x = experts[0].down.dtype, experts[0].x
+        kind, x = experts[0].down.dtype, experts[0].x.clone() if layer.keeps_tokens else experts[0].x
         up, up_bias = _ups(experts, self._values, self._name)
         down = stacked([expert.down.weight for expert in experts], self._values, self._name)
         down_bias = _stacked_biases([expert.down.bias for expert in experts])

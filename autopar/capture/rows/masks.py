@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,18 @@ class Masks:
                 return replace(found, dims=(ONE, *dims[1:]), classes=0, label=label, table=(args[0], label))
         return None
 
+    def are_distinct(self, node: fx.Node, dims: Collection[int]) -> bool:
+        """Whether a mask holds at most once along these dims: its index ranks along them, and names nothing twice."""
+        found = self.labels(node)
+        if found is None or found.label is None or len(dims) != 1:
+            return False
+        index = found.index
+        while index.target in SAME and not self.is_written(index):
+            index = index.args[0]  # type: ignore[assignment]  # the first argument of these ops is a node
+        ranked = _ranked_dim(index)
+        (dim,) = dims
+        return ranked is not None and not self.is_written(index) and found.dims[dim] == ranked % len(found.dims)
+
     def occupied(self, node: fx.Node) -> fx.Node | None:
         """The table T, for a mask that says of each of its first positions whether anything there is nonzero."""
         if node.target not in ABOVE_ZERO or node.args[1] != 0 or self.is_written(node):
@@ -143,6 +155,18 @@ def _is_never_negative(node: fx.Node) -> bool:
     if node.target is aten.mul.Tensor:
         return all(isinstance(factor, fx.Node) and _is_never_negative(factor) for factor in node.args)
     return False
+
+
+def _ranked_dim(index: fx.Node) -> int | None:
+    """The dim along which an index ranks: positions of which none is there twice."""
+    if index.target is not operator.getitem or index.args[1] != 1:
+        return None
+    parent: Any = index.args[0]
+    place = {aten.topk.default: 2, aten.sort.default: 1}.get(parent.target)
+    if place is None:
+        return None
+    dim = parent.args[place] if len(parent.args) > place else parent.kwargs.get("dim", -1)
+    return dim if isinstance(dim, int) else None
 
 
 def bound_of(index: fx.Node) -> int | None:

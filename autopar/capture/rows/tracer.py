@@ -56,7 +56,8 @@ class RowTracer:
         self._conditions = Conditions(recorder, self)
         self._by_row = ByRow(recorder.nodes, values, self)
         self._layers = Layers(values, self._conditions.masks, self._conditions.equal, place)
-        self._writes = Writes(self._conditions.branches, self._layers, self._conditions.names)
+        conditions = self._conditions
+        self._writes = Writes(conditions.branches, self._layers, conditions.masks, conditions.names)
         self._pieces = Pieces(values, self._conditions.equal, self)
         self._called: Function = torch.where  # the function that is being answered
         self._starts: Mapping[Function, Function] = {
@@ -78,6 +79,7 @@ class RowTracer:
             **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten), self._column),
             **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), self._column),
             **dict.fromkeys((Tensor.unbind, torch.unbind), self._columns),
+            **dict.fromkeys((Tensor.index_select, torch.index_select), self._index_select),
             **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), self._cat),
         }
 
@@ -170,12 +172,18 @@ class RowTracer:
         if not are_in(key):
             self._layers.flush_for([base])
             return self._next(Tensor.__getitem__, (base, key), {})
+        self._by_row.note(base)
         waiting = self._layers.waiting_for(base)
         with self._layers.held():
             place = place_of(base, key)
             dense, space = taken(place)
         increment = Increment(base, key, base._version, waiting)
         return Rows.of(RowState(dense, place.first, space, place.selection, increment=increment), self)
+
+    def _index_select(self, base: Any, dim: int, index: Any) -> Any:
+        if isinstance(base, Rows):
+            refuse("selected rows are selected from again")
+        return self._item(base, (slice(None),) * (dim % base.dim()) + (index,))
 
     def _item_of_rows(self, base: Rows, key: Any) -> Any:
         entries = key if isinstance(key, tuple) else (key,)
@@ -221,7 +229,7 @@ class RowTracer:
     def _is_sum(self, base: Tensor, place: Place, increment: Increment) -> bool:
         """Whether rows are those of a place as it is now, plus something."""
         is_now = increment.version == base._version and increment.waiting == self._layers.waiting_for(base)
-        if increment.target is not base or not is_now:
+        if increment.target is not base or not is_now or not self._writes.is_certain(place):
             return False
         with self._layers.held():
             before = place_of(base, increment.key)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.recorder import node_of
 from autopar.capture.rows.branches import Branches
 from autopar.capture.rows.layers import Layers
+from autopar.capture.rows.masks import Masks
 from autopar.capture.rows.places import Place, apart, dense_indices, spread
 from autopar.capture.rows.selection import Rows, Selection, refuse
 
@@ -19,8 +21,10 @@ from autopar.capture.rows.selection import Rows, Selection, refuse
 class Writes:
     """Writes rows to places, masked."""
 
-    def __init__(self, branches: Branches, layers: Layers, about: Callable[[Selection], Collection[Hashable]]) -> None:
-        self._branches, self._layers, self._about = branches, layers, about
+    def __init__(
+        self, branches: Branches, layers: Layers, masks: Masks, about: Callable[[Selection], Collection[Hashable]]
+    ) -> None:
+        self._branches, self._layers, self._masks, self._about = branches, layers, masks, about
         self.is_writing = False
         self._masked: Counter[str] = Counter()  # writes of rows that are no experts, by the line that selects them
 
@@ -64,10 +68,18 @@ class Writes:
             self._masked[place.selection.where] += 1
         return False
 
+    def is_certain(self, place: Place) -> bool:
+        """Whether no two rows go to one place."""
+        order = place.coordinates
+        others = [] if order is None else [dim for dim in place.selection.dims if dim not in order]
+        return order is not None and (
+            not others or self._masks.are_distinct(node_of(place.selection.condition), others)
+        )
+
     def put(self, place: Place, value: Any) -> None:
         """`base[place] = value`. Raises DataDependentError where two rows may go to one place."""
         order = place.coordinates
-        if order is None or len(order) < len(place.selection.sizes):
+        if order is None or not self.is_certain(place):
             refuse(
                 "selected rows are written to places of which two may be the same",
                 "add them up with index_add_, or write to all dims of the mask: out[mask] = ...",
@@ -75,15 +87,24 @@ class Writes:
         values = self._values(place, value)
         if self._is_taken(place, values, is_sum=False):
             return
-        last = place.first + len(order)
-        mask = self._mask(place).permute(order)
-        mask = mask.reshape(*mask.shape, *([1] * (place.base.dim() - last)))
+        mask, added = self._by_place(place, order, values)
+        with self._writing():
+            place.base.copy_(torch.where(mask, added, place.base))
+
+    def _by_place(self, place: Place, order: tuple[int, ...], values: Any) -> tuple[Tensor, Any]:
+        """(where there is a row, in the dims of the base; the sum of the rows there, or the one value of all)."""
+        others = tuple(dim for dim in place.selection.dims if dim not in order)
+        dims = tuple(range(len(order), len(order) + len(others)))
+        mask = self._mask(place).permute(*order, *others)
+        behind = place.base.dim() - place.first - len(order)
         if isinstance(values, Rows):
-            values = self._by_dims(place, values, order)
+            rows = self._by_dims(place, values, (*order, *others))
+            values = torch.where(mask.reshape(*mask.shape, *([1] * behind)), rows, 0)
+            values = values.sum([place.first + dim for dim in dims]) if dims else values
         elif isinstance(values, Tensor):
             values = values.to(place.base.dtype)
-        with self._writing():
-            place.base.copy_(torch.where(mask, values, place.base))
+        mask = mask.flatten(len(order)).any(-1) if dims else mask
+        return mask.reshape(*mask.shape, *([1] * behind)), values
 
     def add(self, place: Place, value: Any, *, alpha: float = 1) -> None:
         """Add rows to a place, as often as they go there."""
@@ -96,15 +117,7 @@ class Writes:
         if order is None:
             self._add_by_index(place, values, alpha)
             return
-        space = place.selection.dims
-        others = [dim for dim in space if dim not in order]
-        added = self._by_dims(place, values, (*order, *others))
-        first = place.first
-        mask = self._mask(place).permute(*order, *others)
-        mask = mask.reshape(*mask.shape, *([1] * (added.dim() - first - len(space))))
-        added = torch.where(mask, added, 0)
-        if others:
-            added = added.sum(tuple(range(first + len(order), first + len(space))))
+        _, added = self._by_place(place, order, values)
         with self._writing():
             place.base.add_(added, alpha=alpha)
 

@@ -158,6 +158,17 @@ class Flat(Loop):
         return (y.view(*scores.shape, -1) * scores.unsqueeze(-1)).sum(dim=1)
 
 
+class Ranked(Loop):
+    """The first code of Mistral's: no expert is chosen twice by a token, so that every place is written once."""
+
+    def mixed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == i)
+            out[token] += scores[token, slot, None] * expert(x.index_select(0, token))
+        return out
+
+
 class Positions(Loop):
     """Positions by `nonzero`, results out of place."""
 
@@ -214,9 +225,9 @@ class Sorted(Loop):
 
 
 ONE_OP: list[tuple[type[Loop], type[nn.Module]]] = [
-    *((kind, FeedForward) for kind in (Mixtral, Hits, BusyHits, Masked, Flat, Columns)),
+    *((kind, FeedForward) for kind in (Mixtral, Hits, BusyHits, Masked, Flat, Columns, Ranked)),
     (Mixtral, Gated),
     (Hits, Fused),
 ]
-LOOPS = [*ONE_OP, *((kind, Normalized) for kind in (Mixtral, Hits, BusyHits, Masked, Flat, Columns, Sorted))]
+LOOPS = [*ONE_OP, *((kind, Normalized) for kind in (Mixtral, Hits, BusyHits, Masked, Flat, Columns, Ranked, Sorted))]
 LOOPS += [(kind, FeedForward) for kind in (Positions, Overlapping, Sorted)]
