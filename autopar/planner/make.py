@@ -15,6 +15,7 @@ from autopar.errors import ConstraintError, InfeasibleProblemError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
+from autopar.plan_entries import PlanEntry
 from autopar.planner.bounds import is_relaxed, with_copies_kept
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
@@ -23,6 +24,7 @@ from autopar.planner.constraints import Constraint, apply_constraints, residency
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
+from autopar.planner.in_flight_fit import saving_less
 from autopar.planner.joint import Joint, joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
 from autopar.planner.move_buffers import peak_with_moves
@@ -185,6 +187,27 @@ class Planner:
         fresh.budget = Budget(fresh.options.time_limit_s)
         return fresh
 
+    def under(self, memory_limit_bytes: int) -> Planned:
+        """As `run` under another limit, from the candidates that were found under this one."""
+        fresh = self.again((), memory_limit_bytes)
+        fresh.candidates = list(self.candidates)
+        if self.options.search not in HAND_PLANS:
+            fresh._search_within(next((it for it in self.candidates if it.name == self.options.search_name), None))
+        fresh._recompute()
+        return fresh.planned(fresh._best())
+
+    def saving_less(self, candidate: Candidate, less_bytes: int) -> Planned | None:
+        """The layouts of a candidate, so much recomputed that every microbatch saves less; None where nothing does."""
+        fitted = saving_less(self._fit(candidate), candidate.fitted, less_bytes)
+        return None if fitted is None else self.planned(self._refitted(candidate, fitted))
+
+    def foreseen_entries(self) -> tuple[PlanEntry, ...]:
+        """What a plan makes of each op, as foreseen: nothing is emitted where the best layouts seem to fit."""
+        free = self._solve(None) if self.options.search not in HAND_PLANS else None
+        if free is None or free.least_bytes > self.limit:
+            return self.run().plan.entries
+        return plan_entries(self.planning, free.choice, self.prices, free.residency)
+
     def run_from(self, choice: Sequence[int], changed: Sequence[int]) -> Planned:
         """As `run`, from a choice that was the best before the decisions `changed` were; without the hand plans."""
         first = self.solved_again(choice, changed)
@@ -286,7 +309,10 @@ class Planner:
                 continue
             if np.isfinite(evaluate(without_limit(self.planning.problem), choice)):
                 self.add(name, choice, self.as_solution(name, choice))
-        free = self._solve(None)
+        self._search_within(self._solve(None))
+
+    def _search_within(self, free: Candidate | None) -> None:
+        """The search under the limit, where the best without one neither fits nor comes near once it is made to."""
         if free is None or free.fits(self.limit) or self._is_near_once_fitted(free):
             return
         if not self._search_jointly():

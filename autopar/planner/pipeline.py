@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.errors import ConstraintError, InputError, MemoryLimitError, PlanError, ScheduleError
@@ -22,39 +23,67 @@ from autopar.stages.stage_programs import StageProgram
 from autopar.stages.staged import Staged
 
 TRIED = 3  # proposals that are planned until one fits
+MARGIN = 1.05  # recomputing needs some room of its own
 FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
 
 
 def plan_stages(
-    staged: Staged, mesh: Mesh, options: Options, limits_bytes: Sequence[int] | None = None
+    staged: Staged,
+    mesh: Mesh,
+    options: Options,
+    rooms: Sequence[Room] = (),
+    before: Sequence[Planned] = (),
 ) -> tuple[Planned, ...]:
     """A plan for each stage on its own mesh; what goes between two of them lies the same on both sides.
 
-    `limits_bytes`: of each stage, for one microbatch.
+    `rooms`: of each stage. `before`: the plans of the same stages that some rooms were too small for; the others stay,
+    where what is fixed by earlier stages is as it was.
     """
     boundary: dict[str, Layout] = {}
     shared: dict[str, Layout] = {}
-    found = []
+    found: list[Planned] = []
     constraints = _by_stage(staged.stages, options.constraints)
     for stage, own in zip(staged.stages, constraints, strict=True):
         known = {key: layout for key, layout in boundary.items() if key in boundary_keys(stage.program)}
-        fixed = {**shared, **(options.parameter_layouts or {})}
-        planned = plan_program(
-            stage.program,
-            mesh,
-            replace(
-                options,
-                constraints=own,
-                parameter_layouts=fixed or None,
-                boundary_layouts=known,
-                time_limit_s=options.time_limit_s / len(staged.stages),
-                memory_limit_bytes=options.memory_limit_bytes if limits_bytes is None else limits_bytes[stage.index],
-            ),
+        own_options = replace(
+            options,
+            constraints=own,
+            parameter_layouts={**shared, **(options.parameter_layouts or {})} or None,
+            boundary_layouts=known,
+            time_limit_s=options.time_limit_s / len(staged.stages),
+            memory_limit_bytes=rooms[stage.index].limit_bytes if rooms else options.memory_limit_bytes,
         )
+        if before:
+            planned = _again(before[stage.index], mesh, own_options, rooms[stage.index])
+        else:
+            planned = plan_program(stage.program, mesh, own_options)
         found.append(planned)
         boundary.update(offered_layouts(stage.program, planned))
         shared.update(_parameter_layouts(stage.program, planned, staged.variants[0].shared))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a stage may hold for one microbatch, and by how much its last plan saves too much of every microbatch."""
+
+    limit_bytes: int
+    less_bytes: int = 0
+
+
+def _again(last: Planned, mesh: Mesh, options: Options, room: Room) -> Planned:
+    """The plan of a stage under other options, from the last one.
+
+    Where less memory is all that is other, its layouts stay if recomputing makes them fit: a plan sees one microbatch,
+    but what parameters that are cut finer send and sum, every microbatch does.
+    """
+    planner, limit = last.planner, room.limit_bytes
+    if replace(planner.options, memory_limit_bytes=options.memory_limit_bytes) != options:
+        return plan_program(planner.program, mesh, options)
+    if last.plan.peak_bytes <= limit:
+        return last
+    saving = planner.saving_less(last.best, room.less_bytes) if room.less_bytes else None
+    return saving or planner.under(limit)
 
 
 def boundary_keys(program: Program) -> set[str]:
@@ -141,9 +170,10 @@ def _planned(search: PipelineSearch, proposal: Proposal) -> PlannedPipeline:
     staged, limits = search.staged(proposal), search.limits_bytes
     request = PipelineRequest(len(staged.stages), proposal.schedule, proposal.microbatches)
     placement: Placement = "v" if proposal.schedule in V_SHAPED else "loop"
-    own = [limits[rank_of(stage, len(limits), placement)] for stage in range(len(staged.stages))]
+    own = [Room(limits[rank_of(stage, len(limits), placement)]) for stage in range(len(staged.stages))]
+    planned: tuple[Planned, ...] = ()
     for _ in range(FITTING_ROUNDS + 1):
-        planned = plan_stages(staged, search.inner, search.options, own)
+        planned = plan_stages(staged, search.inner, search.options, own, planned)
         result = finished(search.mesh, search.axis, staged, planned, search.rules, search.options, request)
         if _fits(result, limits):
             return result
@@ -159,14 +189,21 @@ def _fits(result: PlannedPipeline, limits: Sequence[int]) -> bool:
     return all(used <= limit for used, limit in zip(result.rank_peaks, limits, strict=True))
 
 
-def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[int]:
-    """What each stage may hold for one microbatch, so that its rank keeps to its limit with all that are in flight."""
-    used, chunks, own = result.rank_peaks, result.schedule.virtual_stages, []
+def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[Room]:
+    """What each stage may hold, so that its rank keeps to its limit with all microbatches that are in flight.
+
+    What a rank holds too much is taken from all that it has in flight; a rank that fits stays as it is.
+    """
+    held, idle = [0] * len(limits), [0] * len(limits)
     for stage in result.plan.stages:
-        over = used[stage.rank] - limits[stage.rank]
-        share = limits[stage.rank] / used[stage.rank]
-        own.append(int(stage.plan.peak_bytes * share) if over > 0 else stage.plan.peak_bytes - over // chunks)
-    return [max(1, limit) for limit in own]
+        held[stage.rank] += stage.in_flight
+        idle[stage.rank] += max(0, stage.in_flight - 1)
+    own = []
+    for stage in result.plan.stages:
+        over = MARGIN * max(0, result.rank_peaks[stage.rank] - limits[stage.rank])
+        limit = max(1, stage.plan.peak_bytes - math.ceil(over / max(1, held[stage.rank])))
+        own.append(Room(limit, math.ceil(over / idle[stage.rank]) if idle[stage.rank] else 0))
+    return own
 
 
 def _refuse_input_gradients(program: Program) -> None:

@@ -10,7 +10,7 @@ from autopar.cost_models.hardware import axis_links
 from autopar.errors import AutoparError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
 from autopar.planner.cuts import places
-from autopar.planner.make import MEMORY_FRACTION, Options, plan_program
+from autopar.planner.make import MEMORY_FRACTION, Options, Planner
 from autopar.planner.pipeline_request import (
     PipelineRequest,
     rank_limits,
@@ -124,10 +124,10 @@ class PipelineSearch:
             time_limit_s=SHARE_OF_TIME * self.options.time_limit_s,
         )
         try:
-            plan = plan_program(found.program, self.inner, options).plan
+            entries = Planner(found.program, self.inner, options).foreseen_entries()
         except AutoparError:
             return Shares(1 / ranks, 1 / ranks)  # the stages' own plans say what is wrong
-        return shares_of(found, plan, Prices(self.inner))
+        return shares_of(found, entries, Prices(self.inner))
 
 
 def _refuse_shared(staged: Staged, request: PipelineRequest) -> None:

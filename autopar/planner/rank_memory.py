@@ -111,9 +111,10 @@ class _RankWalk:
     def _give_outputs(self) -> None:
         """Every rank gets the outputs in full, and has them while the backwards run."""
         for output, node in zip(self.staged.program.outputs, self.staged.program.results, strict=True):
-            if output in self.staged.given:
+            key = output.kind, output.name
+            if key in self.staged.given:
                 self.held.made(size_of(node))
-                self._drop(self.outputs.pop((output.kind, output.name), ()))
+                self._drop(self.outputs.pop(key, ()))
 
     def _sum_shared(self) -> None:
         """Gradients that stages share are summed, one after the other: those of the rank, then those of all ranks."""
@@ -245,6 +246,8 @@ class _RankWalk:
 
     def _note_output(self, output: ProgramOutput, item: int, value: Value, dense_bytes: int) -> None:
         key = output.kind, output.name
+        if output.kind is OutputKind.OUTPUT and key not in self.staged.given:
+            return
         placement, independent = self.staged.over_time[key], self.staged.microbatches.independent
         if output.kind is OutputKind.BUFFER and independent:
             self.held.drop(self.buffers.get(output.name, ()))

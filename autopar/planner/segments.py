@@ -6,7 +6,7 @@ without such a plan (one rank, or none that fits) those of the whole op, shared 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.capture.program import InputKind
 from autopar.passes.storages import view_root
-from autopar.plan import Plan
+from autopar.plan_entries import PlanEntry
 from autopar.planner.cuts import Places
 from autopar.planner.node_prices import compute_seconds, computes
 from autopar.planner.optimizer_state import Optimizer
@@ -76,14 +76,14 @@ def segments_of(found: Anatomy, candidates: Places, prices: Prices, optimizer: O
     )
 
 
-def shares_of(found: Anatomy, plan: Plan, prices: Prices) -> Shares:
-    """What a plan of a microbatch, on the mesh of one stage, made of it."""
+def shares_of(found: Anatomy, entries: Iterable[PlanEntry], prices: Prices) -> Shares:
+    """What the entries of a plan of a microbatch, on the mesh of one stage, made of it."""
     seconds, sync_s = dict[str, float](), dict[str, float]()
     parameters = {name: size_of(node) for name, node in found.program.named_inputs(InputKind.PARAMETER).items()}
     values = {node.meta["key"]: size_of(node) for node in found.forward}
     stored: list[tuple[int, int]] = []
     kept: list[tuple[int, int]] = []
-    for entry in plan.entries:
+    for entry in entries:
         if entry.kind == "parameter":
             sync_s[entry.key] = sum(move.seconds for move in entry.moves if move.collective in SUMS)
             stored.append((entry.bytes, parameters[entry.key]))

@@ -36,7 +36,7 @@ def stage_memory(staged: Staged, stage: int, storages: StageStorages) -> StageMe
     forward, saved_names = storages.forward, storages.graphs.local.saved
     count = len(forward.results)
     saved = forward.of_results(range(count - len(saved_names), count))
-    sent, outputs = _beside(storages, saved)
+    sent, outputs = _beside(staged, storages, saved)
     common = {
         "fixed_bytes": sum(storages.fixed.values()),
         "version_bytes": sum(storages.weights.values()),
@@ -70,15 +70,16 @@ def stage_memory(staged: Staged, stage: int, storages: StageStorages) -> StageMe
     )
 
 
-def _beside(storages: StageStorages, saved: Storages) -> tuple[int, int]:
-    """(bytes that the forward gives to other stages, bytes of its other results), beside what it saves.
+def _beside(staged: Staged, storages: StageStorages, saved: Storages) -> tuple[int, int]:
+    """(bytes that the forward gives to other stages, bytes of its other results that are kept), beside what it saves.
 
     A value that does not lie contiguously is packed to be sent.
     """
     forward: GraphStorages = storages.forward
     numbers = {output: index for index, output in enumerate(storages.early_outputs)}
     leaving = [index for output, index in numbers.items() if output.kind is OutputKind.LEAVING]
-    others = [index for index in numbers.values() if index not in leaving]
+    kept = [it for it in numbers if it.kind is OutputKind.BUFFER or (it.kind, it.name) in staged.given]
+    others = [numbers[output] for output in kept]
     sent = sum(_without(forward.of_results(leaving), saved)) + sum(map(forward.packing_bytes, leaving))
     return sent, sum(_without(forward.of_results(others), saved))
 

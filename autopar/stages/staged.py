@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.capture.program import OutputKind, Program, ProgramOutput
+from autopar.capture.program import OutputKind, Program
 from autopar.stages.assign import anatomy, assign_stages
 from autopar.stages.microbatch import Microbatches
 from autopar.stages.stage_programs import StagedProgram, StageProgram, stage_programs
@@ -52,11 +52,11 @@ class Staged:
         return len(differentiable) == 1 and differentiable[0].kind is OutputKind.LOSS
 
     @cached_property
-    def given(self) -> tuple[ProgramOutput, ...]:
-        """The outputs that every rank gets: the loss, or all where there is none."""
-        kinds = {output.kind for output in self.program.outputs}
-        wanted = OutputKind.LOSS if OutputKind.LOSS in kinds else OutputKind.OUTPUT
-        return tuple(output for output in self.program.outputs if output.kind is wanted)
+    def given(self) -> tuple[tuple[OutputKind, str], ...]:
+        """The outputs that every rank gets if no other is asked for: the loss, or all where there is none."""
+        keys = [(output.kind, output.name) for output in self.program.outputs]
+        losses = tuple(key for key in keys if key[0] is OutputKind.LOSS)
+        return losses or tuple(key for key in keys if key[0] is OutputKind.OUTPUT)
 
     @cached_property
     def shared_gradients(self) -> dict[str, tuple[int, ...]]:

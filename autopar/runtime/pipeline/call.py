@@ -29,7 +29,6 @@ class Call:
     worker: Worker
     parameters: Mapping[str, DTensor]  # of this rank
     buffers: Mapping[str, Tensor]
-    outputs_everywhere: bool
     gradients: Mapping[str, DTensor] = field(default_factory=dict)
 
     @property
@@ -40,11 +39,9 @@ class Call:
         return [name for name, item in self.parameters.items() if name in trained and item.requires_grad]
 
     @property
-    def given(self) -> list[OutputKey]:
+    def given(self) -> tuple[OutputKey, ...]:
         """The outputs that every rank gets."""
-        given = {(output.kind, output.name) for output in self.bound.step.staged.given}
-        keys = user_outputs(self.bound.step.staged.program)
-        return [key for key in keys if key in given or self.outputs_everywhere]
+        return self.worker.given
 
     @property
     def differentiated(self) -> list[Tensor]:
@@ -142,5 +139,7 @@ def result_of(call: Call, outputs: tuple[Tensor, ...]) -> Any:
             leaves.append(leaf)
             continue
         key = keys[leaf.index]
-        leaves.append(by_key.get(key, OmittedOutput(key[1], "tensor on the ranks of its stage", _ELSEWHERE)))
+        leaves.append(
+            by_key.get(key, OmittedOutput(key[1], "tensor of the last stage, which let go of it", _ELSEWHERE))
+        )
     return pytree.tree_unflatten(leaves, program.output_spec)

@@ -29,7 +29,7 @@ from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
 from autopar.runtime.pipeline.gathered import Gathered
 from autopar.runtime.pipeline.rank import PipelineRank
 from autopar.runtime.pipeline.run import BoundPipeline, parameter_names
-from autopar.runtime.pipeline.step import PipelineStep
+from autopar.runtime.pipeline.step import PipelineStep, user_outputs
 from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
 from autopar.runtime.session import Session, model_key
@@ -80,7 +80,7 @@ class PipelineModule(ParallelModule):
 
     Calling it runs all microbatches of the batch through all stages, forward and, where gradients are enabled and the
     model returns its loss, backward too: `backward()` on the loss then hands the gradients over. Every rank is given
-    the whole batch, and gets the loss. Outputs beside a loss are left where they are; see `outputs_everywhere`.
+    the whole batch, and gets the loss. Outputs beside a loss are let go of; see `outputs_everywhere`.
     """
 
     def __init__(
@@ -257,7 +257,8 @@ class PipelineModule(ParallelModule):
         recorder = self._session.recorder
         if recorder is not None:
             recorder.begin_step()
-        worker = bound.worker(tensors, self._parameters_by_name(), buffers, seed, update, counter)
+        given = tuple(user_outputs(bound.step.staged.program)) if self._pipeline.outputs_everywhere else None
+        worker = bound.worker(tensors, self._parameters_by_name(), buffers, seed, update, counter, given)
         if recorder is not None:
             worker.timed = recorder.action
         return worker
@@ -290,8 +291,7 @@ class PipelineModule(ParallelModule):
             session.may_be_empty = False
 
     def _call(self, bound: BoundPipeline, worker: Worker) -> Call:
-        everywhere = self._pipeline.outputs_everywhere
-        return Call(bound, worker, self._parameters_by_name(), dict(self.named_buffers()), everywhere)
+        return Call(bound, worker, self._parameters_by_name(), dict(self.named_buffers()))
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of all parameters, of all stages, in full on every rank: for comparing and debugging."""

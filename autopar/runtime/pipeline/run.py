@@ -60,8 +60,9 @@ class BoundPipeline:
         seed: int,
         update: Update | None = None,
         counter: ExpertCounter | None = None,
+        given: tuple[OutputKey, ...] | None = None,
     ) -> Worker:
-        """What runs one call; `inputs` in full."""
+        """What runs one call; `inputs` in full. `given`: the outputs that every rank gets; None for the usual ones."""
         step, device = self.step, self.place.mesh.device_type
         held = {name: tensor.detach().to(device) for name, tensor in inputs.items()}
         number = torch.tensor(seed, dtype=torch.int64, device=device)
@@ -76,8 +77,9 @@ class BoundPipeline:
         batch = Batch({**held, **early}, dict(buffers), tangents, number)
         links = self.place.links
         return Worker(
-            self.place.rank, step.staged, step.schedule, self.variants, self.lane, links, weights, batch, counter
-        )
+            self.place.rank, step.staged, step.schedule, self.variants, self.lane, links, weights, batch,
+            step.staged.given if given is None else given, counter=counter,
+        )  # fmt: skip
 
     @property
     def expert_counts(self) -> tuple[ExpertCount, ...]:

@@ -90,7 +90,20 @@ class VirtualPipeline:
             names = {stage: tuple(name for owner, name in self.weights if owner == stage) for stage in stages}
             weights = Weights(lambda stage, name: self.weights[stage, name], names, self.update)
             links = VirtualLinks(mailbox, lanes)
-            self.workers.append(Worker(rank, self.step.staged, schedule, stages, lanes, links, weights, batch))
+            self.workers.append(
+                Worker(
+                    rank,
+                    self.step.staged,
+                    schedule,
+                    stages,
+                    lanes,
+                    links,
+                    weights,
+                    batch,
+                    self.step.staged.given,
+                    _copied,
+                )
+            )
         if self.step.staged.has_loss or not schedule.synchronous:
             self._drive(schedule.ranks)
         else:
@@ -105,13 +118,11 @@ class VirtualPipeline:
 
     def _give_outputs(self) -> None:
         """Give every rank the outputs in full, which it has while the backwards run; parts of them are let go of."""
-        for output in self.step.staged.given:
-            full = self._full(output.kind, output.name)
-            self.given[output.kind, output.name] = [
-                lanes.held([full.clone() for _ in lanes.geometries]) for lanes in self.lanes
-            ]
+        for key in self.step.staged.given:
+            full = self._full(*key)
+            self.given[key] = [lanes.held([full.clone() for _ in lanes.geometries]) for lanes in self.lanes]
             for worker in self.workers:
-                worker.gathered.outputs.pop((output.kind, output.name), None)
+                worker.gathered.outputs.pop(key, None)
 
     def _sum_shared(self) -> None:
         """Sum gradients of which several stages have a part: over those of a rank first, then over the ranks."""
@@ -168,3 +179,8 @@ class VirtualPipeline:
                 parts = gathered.outputs[kind, name]
             addends.append(whole_output(staged, self.variants[stage], lanes, (kind, name), parts))
         return reduce(torch.add, addends) if len(addends) > 1 else addends[0]
+
+
+def _copied(value: Value) -> Value:
+    """A copy of an output that real ranks let go of, outside of what is measured."""
+    return [part.clone() for part in value]

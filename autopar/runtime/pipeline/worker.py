@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial
 from autopar.capture.program import BETWEEN_STAGES, InputKind, OutputKind, ProgramOutput
 from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.pipeline.channels import Channels, Incoming, Message
-from autopar.runtime.pipeline.gathered import Gathered
+from autopar.runtime.pipeline.gathered import Gathered, OutputKey
 from autopar.runtime.pipeline.lanes import Lanes, Value
 from autopar.runtime.pipeline.stage import StageVariant
 from autopar.runtime.pipeline.weights import Weights
@@ -32,6 +32,10 @@ class Batch:
     seed: Tensor
 
 
+def let_go(_value: Value) -> None:
+    """Nothing is kept."""
+
+
 def untimed(_kind: str, _stage: int, _microbatch: int) -> AbstractContextManager[None]:
     """No clock is read."""
     return nullcontext()
@@ -49,6 +53,8 @@ class Worker:
     channels: Channels
     weights: Weights
     batch: Batch
+    given: tuple[OutputKey, ...] = ()  # the outputs that somebody is given in the end
+    aside: Callable[[Value], Value | None] = let_go  # what is kept of the others
     counter: ExpertCounter | None = None  # of the tokens that chose each expert, where somebody asks
     gathered: Gathered = field(default_factory=Gathered)
     arrived: dict[tuple[int, InputKind, str, int], Value] = field(default_factory=dict)
@@ -180,6 +186,11 @@ class Worker:
 
     def _note_output(self, output: ProgramOutput, item: int, value: Value) -> None:
         placement = self.staged.over_time[output.kind, output.name]
+        if output.kind is OutputKind.OUTPUT and (output.kind, output.name) not in self.given:
+            kept = self.aside(value)
+            if kept is None:
+                return
+            value = kept
         if output.kind is OutputKind.BUFFER and self.staged.microbatches.independent:
             self.batch.buffers[output.name] = value[0]
         held = self.gathered.outputs[output.kind, output.name]
