@@ -26,9 +26,9 @@ class InFlightFit(Fit):
     known: dict[Residency, Measured] = field(default_factory=dict)  # as measured, nothing beside
 
     def measured(self, residency: Residency) -> Fitted:
-        return self.beside(super().measured(residency))
+        return self.counted(super().measured(residency))
 
-    def beside(self, fitted: Fitted) -> Fitted:
+    def counted(self, fitted: Fitted) -> Fitted:
         """With what is counted beside."""
         measured = self.known[fitted.residency] = fitted.measured
         end = max(0, measured.timeline.backward_start - 1)
@@ -47,5 +47,5 @@ def saving_less(fit: Fit, start: Fitted, less_bytes: int) -> Fitted | None:
     beside = peak - int(start.measured.totals[end]) + less_bytes
     given = {item.name: getattr(fit, item.name) for item in fields(Fit)}
     own = InFlightFit(**given, beside_bytes=beside)
-    fitted, _ = own.under(peak, own.beside(start))
+    fitted, _ = own.under(peak, own.counted(start))
     return None if fitted is None else replace(fitted, measured=own.known[fitted.residency])

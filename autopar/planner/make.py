@@ -171,8 +171,7 @@ class Planner:
         else:
             self._search()
         self._recompute()
-        best = self._best()
-        return self.planned(best)
+        return self.planned(self._best())
 
     def again(self, constraints: tuple[Constraint, ...], memory_limit_bytes: int | None) -> Planner:
         """A planner of the same decisions under further constraints, and under another limit if one is given."""
@@ -236,8 +235,7 @@ class Planner:
         return hand_plan(free, name, time_limit_s=self.budget.share_s, seed=self.options.seed)
 
     def as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
-        problem = without_limit(self.planning.problem)
-        cost = evaluate(problem, choice)
+        cost = evaluate(without_limit(self.planning.problem), choice)
         return Solution(choice, cost, strategy=name)
 
     def _checked(self, name: str, choice: tuple[int, ...]) -> Solution:
@@ -476,10 +474,7 @@ class Planner:
 
 
 def with_limit(problem: Problem, limit: float | None) -> Problem:
-    return Problem(
-        problem.costs, problem.usages, problem.intervals, problem.edges, problem.edge_costs, limit, problem.groups,
-        problem.name,
-    )  # fmt: skip
+    return replace(problem, usage_limit=limit)
 
 
 def without_limit(problem: Problem) -> Problem:

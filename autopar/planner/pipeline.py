@@ -23,7 +23,7 @@ from autopar.stages.stage_programs import StageProgram
 from autopar.stages.staged import Staged
 
 TRIED = 3  # proposals that are planned until one fits
-MARGIN = 1.05  # recomputing needs some room of its own
+MARGIN = 1.02  # recomputing needs some room of its own
 FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
 
 
