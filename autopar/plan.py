@@ -17,7 +17,7 @@ from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import fold_in_order, fold_keys
 from autopar.plan_details import EntryCosts, PlanDetails
 from autopar.plan_entries import SCHEMA, OpWithoutRule, Pipeline, PlanEntry, PlanReader, plan_json_text
-from autopar.plan_questions import Change, Explanation, Planning
+from autopar.plan_questions import Change, Cutting, Explanation, Planning
 from autopar.search import Problem, memory_frontier, undominated
 from autopar.version import __version__
 
@@ -85,6 +85,7 @@ class Plan:
     step_ops: StepOps | None = field(default=None, repr=False, compare=False)  # the emitted program, timed; not saved
     details: PlanDetails | None = field(default=None, repr=False, compare=False)  # measured of the emitted program
     planning: Planning | None = field(default=None, repr=False, compare=False)  # where it comes from; not saved
+    cutting: Cutting | None = field(default=None, repr=False, compare=False)  # of a pipeline, the same of its cuts
     other_meshes: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # plans of as many devices; not saved
 
     def __post_init__(self) -> None:
@@ -195,10 +196,11 @@ class Plan:
 
         Alternatives are priced for everything: the rest is chosen anew for each. They, and the formulas behind the
         prices, need the model: a plan that was loaded is given it by `make_plan(model, mesh, plan=...)`.
+        Of a pipeline, `stage 1` asks why it begins where it does, `schedule` why it runs as it does.
         """
-        from autopar.report.explain import explanations_text
+        from autopar.report.explain import explanations_text, stages_text
 
-        return explanations_text(self, pattern, self.explanations(pattern))
+        return explanations_text(self, pattern, self.explanations(pattern), stages_text(self, pattern))
 
     def explanations(self, pattern: str) -> tuple[Explanation, ...]:
         """What `explain` tells, as values; repeated layers that decide alike are one; of a pipeline, stage by stage."""
@@ -358,7 +360,7 @@ class Plan:
     def without_problems(self) -> Plan:
         """Without what was searched and simulated: what other ranks need."""
         stages = tuple(replace(stage, plan=stage.plan.without_problems()) for stage in self.stages)
-        return replace(self, problem=None, step_ops=None, planning=None, other_meshes=(), stages=stages)
+        return replace(self, problem=None, step_ops=None, planning=None, cutting=None, other_meshes=(), stages=stages)
 
     def repriced(self, **changes: Any) -> Plan:
         """The same decisions with other numbers."""

@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
 from autopar.plan import Plan
 from autopar.recording import Recording
-from autopar.report.explain import explanations_text
+from autopar.report.explain import explanations_text, stages_text
 from autopar.report.memory import memory_text
 from autopar.report.page import report_page
 
@@ -61,7 +61,7 @@ def _add_explain(subparsers: Any) -> None:
         epilog="example: autopar explain plan.json '*.mlp.*.weight' --model my_models:gpt",
     )
     explain.add_argument("plan")
-    explain.add_argument("pattern", help="parameter, op or module; shell-style wildcards")
+    explain.add_argument("pattern", help="parameter, op, module, `stage 1` or `schedule`; shell-style wildcards")
     explain.add_argument("--memory", action="store_true", help="print memory over time too")
     _add_model(explain)
     explain.set_defaults(run=run_explain)
@@ -99,15 +99,15 @@ def run_explain(chosen: argparse.Namespace) -> int:
     """Print what a plan decided for a name; exit code 1 if nothing matches."""
     plan = _loaded(chosen)
     with working("solving for what else there was"):
-        found = plan.explanations(chosen.pattern)
-    text = explanations_text(plan, chosen.pattern, found)
+        found, stages = plan.explanations(chosen.pattern), stages_text(plan, chosen.pattern)
+    text = explanations_text(plan, chosen.pattern, found, stages)
     if chosen.json:
         print(json.dumps({"text": text, "decisions": [item.to_json() for item in found]}))
     else:
         print(text)
         if chosen.memory:
             print(memory_text(plan))
-    return 0 if found else 1
+    return 0 if found or stages else 1
 
 
 def run_what_if(chosen: argparse.Namespace) -> int:

@@ -99,3 +99,15 @@ class Planning(Protocol):
     def emitted(self, plan: Plan) -> Plan:
         """A plan that was only foreseen, emitted and measured."""
         ...
+
+
+class Cutting(Protocol):
+    """Where the cuts of a pipeline come from, kept beside its plan to answer questions."""
+
+    def why_cut(self, stage: int) -> str:
+        """Why a stage, from 1 on, begins where it does."""
+        ...
+
+    def why_schedule(self) -> str:
+        """Why so many microbatches, and this schedule."""
+        ...

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import math
+
+from torch.distributed.tensor import Shard
 
 from autopar.plan import Plan
 from autopar.plan_questions import Alternative, Explanation
@@ -15,7 +18,13 @@ TIGHT = 0.9  # of the limit: memory binds from here on
 
 def answers(plan: Plan, found: Explanation, decision: Decision, planner: Planner) -> tuple[str, ...]:
     """The questions that people ask of such a decision, answered."""
-    said = [_pins(decision, planner), _against(plan, found), *_recomputed(plan, found), _memory(plan)]
+    said = [
+        _pins(decision, planner),
+        _against(plan, found),
+        *_recomputed(plan, found),
+        _experts(plan, decision, found, planner),
+        _memory(plan),
+    ]
     return tuple(text for text in said if text)
 
 
@@ -71,6 +80,25 @@ def _recomputed(plan: Plan, found: Explanation) -> list[str]:
         f"takes {seconds_text(found.members * found.entry.seconds)}; "
         f'plan.what_if(pin={{"{found.entry.key}": "keep"}}) tells what keeping it would cost'
     ]
+
+
+def _experts(plan: Plan, decision: Decision, found: Explanation, planner: Planner) -> str:
+    """Which experts a rank has, of the weights of a layer of experts that are cut by experts."""
+    decisions = planner.planning.decisions
+    readers = [item for item in decisions if any(decisions[it.decision] is decision for it in item.sources)]
+    names = {item.call.name for item in readers if item.call is not None}
+    layout = found.entry.outputs[0]
+    axes = [axis for axis, placement in enumerate(layout) if placement == Shard(0)]
+    spec = decision.specs[0]
+    if decision.kind != "parameter" or not any("experts" in name for name in names) or not axes or spec is None:
+        return ""
+    ranks, count = math.prod(plan.mesh_shape[axis] for axis in axes), spec.shape[0]
+    names_of = " x ".join(plan.axis_names[axis] for axis in axes)
+    return (
+        f"why these experts there: {count} experts lie over {ranks} ranks of {names_of} in the order of the model, at "
+        f"most {-(-count // ranks)} on a rank, and loads are taken to be even; pmodel.rebalance() places them by "
+        "pmodel.expert_load, and search.place_experts(...).why(layer, expert) tells why each is where it is"
+    )
 
 
 def _memory(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.errors import ConstraintError, InputError, MemoryLimitError, PlanError, ScheduleError
 from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
+from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.decisions import result_key
 from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
@@ -176,7 +177,8 @@ def _planned(search: PipelineSearch, proposal: Proposal) -> PlannedPipeline:
         planned = plan_stages(staged, search.inner, search.options, own, planned)
         result = finished(search.mesh, search.axis, staged, planned, search.rules, search.options, request)
         if _fits(result, limits):
-            return result
+            cutting = CutAnswers(search, proposal.microbatches, proposal.schedule, proposal.cuts)
+            return replace(result, plan=replace(result.plan, cutting=cutting))
         own = _tighter(result, limits)
     raise MemoryLimitError(
         f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "

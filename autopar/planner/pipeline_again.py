@@ -11,11 +11,13 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem
+from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.cuts import cuts_like
 from autopar.planner.make import Options, price_choice
 from autopar.planner.pipeline import plan_stages
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis, without_axis
+from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.schedules.actions import Schedule
@@ -72,8 +74,10 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
         for stage, own in zip(staged.stages, plan.stages, strict=True)
     )
     found = finished(mesh, pipeline.axis, staged, planned, rules, options, request)
-    notes = what_was_recomputed(plan, found.plan)
-    return replace(found, plan=found.plan.repriced(notes=notes)) if notes else found
+    search = PipelineSearch(program, mesh, pipeline.axis, options, PipelineRequest(len(plan.stages)), rules)
+    cutting = CutAnswers(search, pipeline.microbatches, pipeline.schedule, staged.cuts)
+    notes = what_was_recomputed(plan, found.plan) or found.plan.notes
+    return replace(found, plan=replace(found.plan, notes=notes, cutting=cutting))
 
 
 def _picked(

@@ -59,9 +59,20 @@ class PipelineSearch:
                 f"{stages} stages do not lie evenly on the {ranks} ranks of axis {self.mesh.axis_names[self.axis]!r}",
                 fix=f"use a multiple of {ranks} stages",
             )
+        return proposals(self._counts(), self.segments, self._line, list(shapes(ranks, stages, self.request.schedule)))
+
+    def proposed(self, table: Segments, microbatches: int, schedule: str, stages: int) -> Proposal:
+        """The best cuts between segments for one way to run them. Raises as `proposals` does."""
+        return proposals([microbatches], lambda _: table, self._line, [(stages, schedule)])[0]
+
+    def op_at(self, count: int, cut: int) -> str:
+        """The key of the op before which a microbatch of `count` is cut."""
+        return str(self._anatomy(count).forward[cut].meta["key"])
+
+    @cached_property
+    def _line(self) -> Line:
         link = axis_links(self.mesh.profile, self.mesh.shape)[self.axis]
-        line = Line(rank_speeds(self.mesh, self.axis), self.limits_bytes, link)
-        return proposals(self._counts(), self._segments, line, list(shapes(ranks, stages, self.request.schedule)))
+        return Line(rank_speeds(self.mesh, self.axis), self.limits_bytes, link)
 
     def of_one_microbatch(self) -> PipelineSearch | None:
         """The same search, of the batch as it is; None where that was tried, or the caller asked for something else."""
@@ -107,7 +118,8 @@ class PipelineSearch:
             self._anatomies[count] = anatomy(self._cut(count).pieces[0])
         return self._anatomies[count]
 
-    def _segments(self, count: int) -> Segments:
+    def segments(self, count: int) -> Segments:
+        """The segments of one of `count` microbatches."""
         prices, found = Prices(self.inner), self._anatomy(count)
         return segments_of(found, places(found, prices), prices, self.options.optimizer, self._shares)
 

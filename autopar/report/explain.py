@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,18 +15,42 @@ if TYPE_CHECKING:
     from autopar.plan_questions import Alternative, Explanation
 
 RULED_OUT_SHOWN = 6
+_UNTOLD = "not told why: that needs the model; name it with --model in a shell, or ask what make_plan gives"
 
 
-def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...]) -> str:
-    """One paragraph per folded entry that matches; of a pipeline, stage by stage."""
-    if not found:
+def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...], stages: Sequence[str] = ()) -> str:
+    """`stages`, as `stages_text` gives them; one paragraph per folded entry that matches; of a pipeline, stage by
+    stage."""
+    if not found and not stages:
         return f"nothing in the plan matches {pattern!r}"
-    lines: list[str] = []
+    lines = list(stages)
     for stage, items in groupby(found, key=lambda item: item.stage):
         own = plan if stage is None else plan.stages[stage].plan
         lines += [] if stage is None else [f"stage {stage}, one microbatch:"]
         lines += [line for item in items for line in _paragraph(own, item)]
     return "\n".join([*lines, *_missing(found)])
+
+
+def stages_text(plan: Plan, pattern: str) -> list[str]:
+    """Of a pipeline: where each stage that the pattern names begins and why, and why its schedule."""
+    if plan.pipeline is None:
+        return []
+    lines: list[str] = []
+    if fnmatch.fnmatchcase("schedule", pattern):
+        lines.append(f"schedule: {plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches")
+        lines.append(f"  {plan.cutting.why_schedule() if plan.cutting is not None else _UNTOLD}")
+    for stage in plan.stages:
+        if not fnmatch.fnmatchcase(f"stage {stage.number}", pattern):
+            continue
+        where = f"before `{stage.starts}`" if stage.number else "with the inputs"
+        busy_s = stage.forward_s + stage.backward_input_s + stage.backward_weight_s
+        lines.append(
+            f"stage {stage.number}: begins {where}, on rank {stage.rank} of its axis; {seconds_text(busy_s)} and "
+            f"{bytes_text(stage.sent_bytes)} sent for a microbatch, {stage.in_flight} in flight at most"
+        )
+        if stage.number:
+            lines.append(f"  {plan.cutting.why_cut(stage.number) if plan.cutting is not None else _UNTOLD}")
+    return lines
 
 
 def _missing(found: tuple[Explanation, ...]) -> Iterator[str]:

@@ -26,6 +26,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--current", type=Path, default=None, help="an earlier answer, as --save wrote it")
     parser.add_argument("--move-cost", type=float, default=0.0, metavar="LOAD", help="load that a move must save")
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--why", default=None, metavar="LAYER:EXPERT", help="tell why this expert is where it is")
     parser.add_argument("--save", type=Path, default=None, help="write the placement there, as JSON")
     parser.set_defaults(run=run_place)
 
@@ -50,7 +51,17 @@ def run_place(args: argparse.Namespace) -> int:
     if args.save is not None:
         args.save.write_text(text)
     print(text if args.json else placement)
+    if args.why is not None and not args.json:
+        print(placement.why(*_expert(args.why)))
     return 0
+
+
+def _expert(text: str) -> tuple[int, int]:
+    layer, _, expert = text.partition(":")
+    try:
+        return int(layer), int(expert)
+    except ValueError as error:
+        raise ExpertPlacementError(f"{text!r} names no expert", fix="write layer and expert, as 0:3") from error
 
 
 def _mesh(text: str) -> tuple[int, ...]:

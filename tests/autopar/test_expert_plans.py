@@ -148,3 +148,12 @@ def test_what_has_no_tokens_to_send_is_refused() -> None:
     model = transformer("top-k")
     with pytest.raises(ConstraintError, match="head/addmm#0 cannot send its tokens"):
         autopar.make_plan(model, (2,), example_inputs=tokens(), constraints={"head/addmm#0": "A"})
+
+
+def test_the_weights_of_experts_say_which_rank_has_which() -> None:
+    plan = autopar.make_plan(
+        transformer("top-k, capacity"), (2, 2), example_inputs=tokens(), constraints={EXPERTS: "A,A"}
+    )
+    text = plan.explain("mixture.experts.down_proj")
+    assert "why these experts there: 4 experts lie over" in text and "at most" in text
+    assert "why these experts" not in plan.explain("mixture.gate.weight")

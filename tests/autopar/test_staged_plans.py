@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError, PlanFormatError
 from autopar.plan_entries import plan_json_text
+from autopar.planner.cut_answers import CutAnswers, without_place
 from autopar.report.page import report_page
 
 MESH = autopar.Mesh((2, 2), ("pp", "dp"), hardware="cpu")
@@ -85,3 +86,36 @@ def test_a_plan_with_stages_is_compared_and_drawn() -> None:
     assert "stages: none -> 2 from the first op" in single.diff(made())
     page = report_page(made())
     assert "Stage 1" in page and "2 microbatches" in page
+
+
+def test_a_cut_and_a_schedule_say_why() -> None:
+    plan = autopar.make_plan(deep(), MESH, example_inputs=torch.ones(8, 8))
+    text = plan.explain("stage *")
+    assert text.startswith("stage 0: begins with the inputs") and "stage 1: begins before `" in text
+    assert "why this cut: " in text and ("without it, the best is to cut before `" in text or "takes as long" in text)
+    assert "more a step" in plan.explain("schedule") and "stage" not in plan.explain("schedule").splitlines()[0]
+    loaded = autopar.Plan.from_json(plan.to_json())
+    assert "not told why: that needs the model" in loaded.explain("stage 1")
+    followed = autopar.make_plan(deep(), MESH, example_inputs=torch.ones(8, 8), plan=loaded)
+    assert followed.explain("stage 1") == plan.explain("stage 1")
+
+
+def test_without_a_place_its_two_segments_are_one() -> None:
+    cutting = autopar.make_plan(deep(), MESH, example_inputs=torch.ones(8, 8), microbatches=2).cutting
+    assert isinstance(cutting, CutAnswers)
+    table = cutting.search.segments(2)
+    fewer = without_place(table, 1)
+    assert len(fewer.cuts) == len(table.cuts) - 1 and table.cuts[1] not in fewer.cuts
+    for name in ("forward_s", "backward_s", "fixed_bytes", "saved_bytes", "sync_s"):
+        assert getattr(fewer, name).sum() == pytest.approx(getattr(table, name).sum())
+        assert len(getattr(fewer, name)) == len(fewer.cuts) + 1
+    best = cutting.search.proposed(table, 2, cutting.schedule, 2)
+    assert cutting.chosen is not None and best.step_s == pytest.approx(cutting.chosen.step_s)
+    place = table.cuts.index(cutting.cuts[0])
+    other = cutting.search.proposed(without_place(table, place), 2, cutting.schedule, 2)
+    assert cutting.cuts[0] not in other.cuts and other.step_s >= best.step_s * (1 - 1e-9)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))

@@ -11,6 +11,7 @@ import numpy as np
 from autopar.search.experts.balance import device_loads
 from autopar.search.experts.changes import moved_experts
 from autopar.search.experts.inputs import Array, Question
+from autopar.search.experts.reasons import why_there
 from autopar.search.experts.traffic import crossing_tokens
 
 
@@ -22,6 +23,7 @@ class Placement:
     each replica of an expert taking an equal part of its load. `bound`: float64 [layers], below which no placement has
     the slowest device's load. `crossing`: float64 [layers], tokens that must cross nodes. `moved`: int64 [layers],
     experts that a device must fetch because the current placement does not have them there; zeros without one.
+    `load`: float64 [layers, experts], what was asked to be placed.
     """
 
     assignment: Array
@@ -29,6 +31,7 @@ class Placement:
     bound: Array
     crossing: Array
     moved: Array
+    load: Array
 
     @property
     def imbalance(self) -> Array:
@@ -51,6 +54,10 @@ class Placement:
     def moved_bytes(self, expert_bytes: int) -> int:
         """Bytes that devices fetch, for experts of so many bytes (parameters, and optimizer state if it moves too)."""
         return int(self.moved.sum()) * expert_bytes
+
+    def why(self, layer: int, expert: int) -> str:
+        """Why an expert is where it is, in plain words. Raises ExpertPlacementError where there is none such."""
+        return why_there(self, layer, expert)
 
     def to_dict(self) -> dict[str, Any]:
         """Lists and numbers, for JSON."""
@@ -78,4 +85,6 @@ def make_placement(question: Question, layers: list[Array], bounds: Array) -> Pl
     if question.current is not None:
         pairs = zip(layers, question.current, strict=True)
         moved = np.array([moved_experts(slots, current, experts) for slots, current in pairs])
-    return Placement(assignment, loads, np.minimum(bounds, loads.max(1)), crossing_tokens(question, assignment), moved)
+    return Placement(
+        assignment, loads, np.minimum(bounds, loads.max(1)), crossing_tokens(question, assignment), moved, question.load
+    )
