@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,13 +86,35 @@ class Reader:
         x = tokens[0] if tokens else None
         if x is None or any(item is not x for item in tokens):
             return None
+        if torch.is_grad_enabled() and not self._have_gradients(
+            node, down, [source for source, _, _ in text.inputs], x
+        ):
+            return None
         return FeedForward(x, tuple(ups), activation, down)
+
+    def _have_gradients(self, node: fx.Node, down: Linear, ups: Sequence[fx.Node], x: Tensor) -> bool:
+        """Whether gradients go through all of an expert: no part of it was computed under `no_grad`."""
+        inner = self._behind(down.source, RESHAPES)
+        if inner is None or inner.requires_grad != any(_wants(self._behind(up, RESHAPES)) for up in ups):
+            return False
+        return self._passes(node, inner) and all(self._passes(up, x) for up in ups)
+
+    def _passes(self, node: fx.Node, rows: Tensor) -> bool:
+        """Whether a product with rows has the gradients that its operands ask for."""
+        linear, made = self._linear(node), self._behind(node, RESHAPES)
+        if linear is None or made is None:
+            return False
+        source = self._behind(linear.source, RESHAPES)
+        wanted = rows.requires_grad or linear.weight.value.requires_grad or _wants(linear.bias)
+        return source is not None and source.requires_grad == rows.requires_grad and made.requires_grad == wanted
 
     def product(self, node: fx.Node) -> tuple[Tensor, Linear] | None:
         """(rows, what they are multiplied by) of a product with a matrix."""
         found = self._linear(node)
         rows = None if found is None else self._tokens(found.source)
-        return None if found is None or rows is None else (rows, found)
+        if found is None or rows is None or (torch.is_grad_enabled() and not self._passes(node, rows)):
+            return None
+        return rows, found
 
     def _linear(self, node: fx.Node) -> Linear | None:
         args: tuple[Any, ...] = node.args
@@ -198,6 +220,10 @@ class Reader:
     def _is_product(self, node: fx.Node) -> bool:
         found = self._linear(node)
         return found is not None and self._tokens(found.source) is not None
+
+
+def _wants(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def _turns(node: fx.Node) -> bool:

@@ -122,12 +122,19 @@ class Layers:
                 (layer for layer in self._waiting if layer.takes(place.base, turn, order, is_sum=is_sum)), None
             )
         if layer is None:
-            self.flush_before_write([place.base])
+            touched = storages_of([place.base])
+            self.flush(
+                lambda other: (
+                    not touched.isdisjoint(other.storages)
+                    and not (is_sum and other.is_sum and other.base is place.base)  # addends, in whatever order
+                )
+            )
             layer = Layer(place.base, is_sum, order, self._place(calling_line()), torch.is_grad_enabled())
             self._waiting.append(layer)
         layer.turns.append(turn)
         kept = [place.base, turn.expert.x, turn.mask, *([] if turn.scores is None else [turn.scores])]
-        layer.versions.extend((tensor, tensor._version) for tensor in kept)
+        read = kept[1:] if is_sum else kept  # other layers may add to the same tensor first
+        layer.versions.extend((tensor, tensor._version) for tensor in read)
         layer.storages |= storages_of(kept)
         return True
 
@@ -135,7 +142,12 @@ class Layers:
         factors = _factors(rows)
         if any(isinstance(item, Rows) and not item.state.is_unchanged for item in factors):
             return None
-        experts = [(item, self._reader.read(node_of(item.state.dense))) for item in factors if isinstance(item, Rows)]
+        rows_of = [item for item in factors if isinstance(item, Rows)]
+        wanted = torch.is_grad_enabled() and any(item.state.dense.requires_grad for item in rows_of)
+        if rows.state.dense.requires_grad != wanted:  # the product was made under no_grad
+            return None
+        self._values.update({node_of(item.state.dense): item.state.dense for item in rows_of})
+        experts = [(item, self._reader.read(node_of(item.state.dense))) for item in rows_of]
         found = [(item, expert) for item, expert in experts if expert is not None]
         if len(found) != 1 or found[0][0].state.space != order[:1] or found[0][0].state.dim:
             return None

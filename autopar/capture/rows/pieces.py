@@ -119,6 +119,7 @@ class Pieces:
 
     def _product(self, states: Sequence[RowState], split: Split) -> Tensor | None:
         """The pieces times a matrix each, as one product in groups."""
+        self._values.update({node_of(state.dense): state.dense for state in states})
         products = [self._reader.product(node_of(state.dense)) for state in states]
         found = [item for item in products if item is not None]
         if len(found) < len(states) or split.dim:

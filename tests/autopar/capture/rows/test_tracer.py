@@ -67,6 +67,23 @@ def test_experts_of_a_known_form_become_one_op(kind: type[Loop], expert: type[nn
         assert node.args[1].meta["val"].shape == (16, loops.CHOICES)
 
 
+def test_two_layers_that_are_added_to_one_tensor_are_two_ops() -> None:
+    class Twice(Loop):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = nn.ModuleList(loops.Gated() for _ in range(EXPERTS)).double()
+
+        def mixed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for e in range(EXPERTS):
+                token, slot = torch.where(chosen == e)
+                for experts in (self.experts, self.others):
+                    out.index_add_(0, token, experts[e](x[token]) * scores[token, slot, None])
+            return out
+
+    assert op_counts(assert_same(Twice(), tokens()))["autopar.experts.default"] == 2
+
+
 @pytest.mark.parametrize("kind", [loops.Mixtral, loops.Masked, loops.Columns, loops.Positions], ids=title)
 def test_choices_may_repeat_and_name_no_expert(kind: type[Loop]) -> None:
     others = 0 if kind is loops.Mixtral else 2  # one_hot takes none
@@ -101,6 +118,30 @@ def test_experts_with_and_without_scores_and_with_numbers_are_one_layer() -> Non
 
     found = op_counts(assert_same(Uneven(), tokens()))
     assert found["autopar.experts.default"] == 1
+
+
+@pytest.mark.parametrize("part", ["tokens", "up", "activation", "down", "product", "all"])
+def test_parts_of_an_expert_without_gradients_get_none(part: str) -> None:
+    class Stopping(Loop):
+        def mixed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+            out, x = torch.zeros_like(x), x * scores.sum()
+            for e in range(EXPERTS):
+                token, slot = torch.where(chosen == e)
+                made, expert = torch.zeros(()), self.experts[e]
+                assert isinstance(expert, loops.FeedForward)
+                for name, step in (
+                    ("tokens", lambda _: x[token]),  # noqa: B023
+                    ("up", expert.up),
+                    ("activation", torch.tanh),
+                    ("down", expert.down),
+                    ("product", lambda rows: rows * scores[token, slot, None]),  # noqa: B023
+                ):
+                    with torch.set_grad_enabled(e % 2 == 0 or part not in (name, "all")):
+                        made = step(made)
+                out.index_add_(0, token, made)
+            return out
+
+    assert_same(Stopping(), tokens())
 
 
 def test_choices_reach_the_op_as_the_router_made_them() -> None:
