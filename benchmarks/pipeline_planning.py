@@ -28,7 +28,6 @@ HIDDEN, SEQUENCE, VOCABULARY, LAYERS, BATCH = 12_288, 2_048, 50_257, 96, 1_536
 CASES: dict[str, tuple[tuple[int, int, int], str, int]] = {
     "(8,16,8), 96 microbatches": ((8, 16, 8), "1f1b", 96),
     "(8,16,8), 48 microbatches": ((8, 16, 8), "1f1b", 48),
-    "(16,8,8), 96 microbatches": ((16, 8, 8), "1f1b", 96),
 }
 AXES = ("pp", "dp", "tp")
 PAGE = tables.ROOT / "docs" / "pipelines.md"

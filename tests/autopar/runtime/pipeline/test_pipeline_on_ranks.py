@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import OmittedOutputError, RankFailedError, UninitializedError, UnsupportedOptionError
 from autopar.runtime.pipeline.module import PipelineModule
+from autopar.zoo.plain import make_plain
 from tests.autopar.models import MODELS
 from tests.gloo import run_on_ranks
 
@@ -25,7 +26,7 @@ def train(cases: list[Case], shape: tuple[int, ...], names: tuple[str, ...]) -> 
     found = []
     for case in cases:
         name, search, schedule, microbatches = case
-        model, inputs = MODELS[name]()
+        model, inputs = MODELS[name]() if name in MODELS else make_plain(name)
         stages = 2 * shape[0] if schedule in ("interleaved", "zb-v") else None
         pmodel = autopar.compile(
             model,
@@ -46,7 +47,8 @@ def _distances(model: Any, pmodel: Any, inputs: Any) -> tuple[float, float]:
     for _ in range(3):
         losses = []
         for it, optimizer in zip((model, pmodel), optimizers, strict=True):
-            loss = it(**inputs).loss
+            output = it(**inputs) if isinstance(inputs, dict) else it(*inputs)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -69,8 +71,14 @@ def test_two_ranks_train_as_one_device() -> None:
     check(run_on_ranks(train, 2, cases, (2,), ("pp",)))
 
 
+def test_convolutions_on_two_ranks_train_as_one_device() -> None:
+    """Connections that skip stages; batch norm, of one microbatch."""
+    cases = [("unet", "ddp", "1f1b", 4), ("unet", "ddp", "zb-v", 2), ("resnet", "ddp", "gpipe", 1)]
+    check(run_on_ranks(train, 2, cases, (2,), ("pp",)))
+
+
 def test_two_stages_of_two_ranks_train_as_one_device() -> None:
-    cases = [("llama", "megatron", "1f1b", 4)]
+    cases = [("llama", "megatron", "1f1b", 4), ("unet", "ddp", "1f1b", 2)]
     check(run_on_ranks(train, 4, cases, (2, 2), ("pp", "inner")))
 
 
