@@ -151,10 +151,12 @@ class BoundPipeline:
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
     def _zeros(self, name: str) -> Tensor:
+        """The gradient of a shared parameter of this rank, whose stages here give none."""
         for variants in self.variants.values():
             for item in variants[0].program.inputs:
                 if item.name == name and item.node in variants[0].parameter_nodes:
-                    return torch.zeros_like(variants[0].local_value(item.node), device=self.place.mesh.device_type)
+                    fake = variants[0].local_value(item.node)  # zeros like it would be fake too, and never arrive
+                    return torch.zeros(fake.shape, dtype=fake.dtype, device=self.place.mesh.device_type)
         raise AssertionError(f"{name} is not on this rank")
 
 

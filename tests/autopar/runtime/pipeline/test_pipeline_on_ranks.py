@@ -78,7 +78,8 @@ def test_convolutions_on_two_ranks_train_as_one_device() -> None:
 
 
 def test_two_stages_of_two_ranks_train_as_one_device() -> None:
-    cases = [("llama", "megatron", "1f1b", 4), ("unet", "ddp", "1f1b", 2)]
+    """GPT-2: its first stage gives the tied embedding no gradient."""
+    cases = [("llama", "megatron", "1f1b", 4), ("unet", "ddp", "1f1b", 2), ("gpt2", "ddp", "zb-h1", 2)]
     check(run_on_ranks(train, 4, cases, (2, 2), ("pp", "inner")))
 
 
