@@ -72,6 +72,7 @@ def finished(
         step_s=simulation.step_s
         + max(cost.reduce_s + _update_s(item) for cost, item in zip(costs, planned, strict=True)),
         peak_bytes=max(most),
+        host_bytes=_host_bytes(schedule, planned, held),
         memory_limit_bytes=options.limit(mesh),
         optimizer=options.optimizer.name,
         cost=sum(item.plan.cost for item in planned),
@@ -88,6 +89,15 @@ def finished(
         details=PlanDetails(chart=_chart(simulation)),
     )
     return PlannedPipeline(plan, staged, schedule, planned, rules, axis, most)
+
+
+def _host_bytes(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> int:
+    """Of the rank that holds most: the state of its optimizers, and the offloaded values of all that is in flight."""
+    total = [0] * len(schedule.ranks)
+    for stage, item in enumerate(planned):
+        values = item.best.measured.timeline.host_peak_bytes
+        total[schedule.rank_of(stage)] += item.plan.host_bytes + max(0, held[stage] - 1) * values
+    return max(total)
 
 
 def _chart(simulation: Simulation) -> tuple[Bar, ...]:

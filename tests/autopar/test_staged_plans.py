@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -119,3 +119,16 @@ def test_without_a_place_its_two_segments_are_one() -> None:
 def deep() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+
+def test_what_stages_hold_on_the_host_is_that_of_the_fullest_rank() -> None:
+    hosted = partial(autopar.optim.HostState, optimizer=torch.optim.AdamW)
+    plan = autopar.make_plan(deep(), MESH, example_inputs=torch.ones(8, 8), search="ddp", optimizer=hosted)
+    states = [2 * 4 * sum(size for _, size in group) for group in _sizes(plan)]
+    assert plan.host_bytes == max(states) > 0
+
+
+def _sizes(plan: autopar.Plan) -> list[list[tuple[str, int]]]:
+    """Parameters of each stage, with their numbers of elements."""
+    known = {name: item.numel() for name, item in deep().named_parameters()}
+    return [[(name, known[name]) for name in stage.parameters] for stage in plan.stages]
