@@ -14,6 +14,7 @@ from autopar.collector import collector_paused
 from autopar.fake_calls import FakeCalls
 from autopar.passes.localize import fake_mode_of
 from autopar.planner.decisions import Decision, result_key
+from autopar.planner.moves_again import MovesAgain
 from autopar.planner.overlap import MoveCosts, Window, Windows
 from autopar.planner.prices import VIEWS, Prices
 from autopar.planner.residency import USUAL, Residency
@@ -40,6 +41,7 @@ class PlanningProblem:
     mesh_shape: tuple[int, ...]
     edge_arguments: tuple[int, ...]
     fake_calls: FakeCalls = field(repr=False, compare=False)  # what the emissions of candidates have in common
+    _moves: dict[tuple[int, ...], MovesAgain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def assignment(self, choice: Sequence[int], residency: Residency = USUAL) -> Assignment:
         """What the passes need of a choice."""
@@ -49,6 +51,13 @@ class PlanningProblem:
         """(producer, reader, which input of the reader, cost matrix) of every edge that moves a value."""
         edges = zip(self.problem.edges, self.edge_arguments, self.problem.edge_costs, strict=True)
         return ((*ends, argument, matrix) for ends, argument, matrix in edges if argument != TIED)
+
+    def moves(self, choice: Sequence[int], prices: Prices) -> MovesAgain:
+        """The moves of a choice, worked out once."""
+        known = self._moves.get(tuple(choice))
+        if known is None or known.prices is not prices:
+            known = self._moves[tuple(choice)] = MovesAgain(self.decisions, choice, prices, self.seconds_of_reads)
+        return known
 
     @cached_property
     def seconds_of_reads(self) -> dict[tuple[int, int], Matrix]:

@@ -81,7 +81,7 @@ class Candidate:
         always = sum(
             int(item.bytes[pick]) for item, pick in zip(decisions, self.choice, strict=True) if item.kind in HELD
         )
-        moves = MovesAgain(decisions, self.choice, self.prices)
+        moves = self.planning.moves(self.choice, self.prices)
         once = self.residency.gathered_once
         kept = sum(gather.bytes for gather in moves.gathers.values() if gather.is_direct and gather.root in once)
         return always + kept + sum(self._saved_bytes(moves).values())

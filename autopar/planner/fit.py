@@ -74,7 +74,7 @@ class Fit:
     @cached_property
     def moves(self) -> MovesAgain:
         """What there is to move again."""
-        return MovesAgain(self.planning.decisions, self.choice, self.prices, self.planning.seconds_of_reads)
+        return self.planning.moves(self.choice, self.prices)
 
     @cached_property
     def of(self) -> Recomputation:

@@ -19,7 +19,6 @@ from autopar.planner.decisions import Decision
 from autopar.planner.emitted_ops import emitted_ops
 from autopar.planner.liveness import Timeline, predicted_timeline
 from autopar.planner.memory_details import memory_details
-from autopar.planner.moves_again import MovesAgain
 from autopar.planner.node_prices import origin_geometry, virtual_geometry
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
@@ -111,7 +110,7 @@ class _Moves:
         self, planning: PlanningProblem, choice: Sequence[int], prices: Prices, gathered_once: Set[int]
     ) -> None:
         self.planning, self.choice, self.prices = planning, choice, prices
-        self.gathers = MovesAgain(planning.decisions, choice, prices, planning.seconds_of_reads)
+        self.gathers = planning.moves(choice, prices)
         self.gathered_once = gathered_once
         self.done: set[tuple[int, int, Layout, str]] = set()
 
