@@ -84,13 +84,14 @@ def _recomputed(plan: Plan, found: Explanation) -> list[str]:
 
 def _experts(plan: Plan, decision: Decision, found: Explanation, planner: Planner) -> str:
     """Which experts a rank has, of the weights of a layer of experts that are cut by experts."""
+    axes = [axis for axis, placement in enumerate(found.entry.outputs[0]) if placement == Shard(0)]
+    spec = decision.specs[0]
+    if decision.kind != "parameter" or not axes or spec is None:
+        return ""
     decisions = planner.planning.decisions
     readers = [item for item in decisions if any(decisions[it.decision] is decision for it in item.sources)]
     names = {item.call.name for item in readers if item.call is not None}
-    layout = found.entry.outputs[0]
-    axes = [axis for axis, placement in enumerate(layout) if placement == Shard(0)]
-    spec = decision.specs[0]
-    if decision.kind != "parameter" or not any("experts" in name for name in names) or not axes or spec is None:
+    if not any("experts" in name for name in names):
         return ""
     ranks, count = math.prod(plan.mesh_shape[axis] for axis in axes), spec.shape[0]
     names_of = " x ".join(plan.axis_names[axis] for axis in axes)

@@ -68,7 +68,7 @@ class CutAnswers:
         moved = [cut for cut in other.cuts if cut not in self.cuts]
         where = ", ".join(f"`{self.search.op_at(self.microbatches, cut)}`" for cut in moved)
         if more_s <= 0:
-            return f"cut before {where} instead, a step takes as long by the tables of the stage search"
+            return f"cut before {where} instead, a step takes no longer by the tables of the stage search"
         return f"without it, the best is to cut before {where}, and a step takes {seconds_text(more_s)} more"
 
     def why_schedule(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from autopar.capture.program import results_of
 from autopar.passes.collectives import collective_kind, is_wait
 from autopar.passes.storages import storages_of
+from autopar.stages.assign import size_of
 
 Storages = tuple[int, ...]  # identities of fake storages
 Lent = tuple[int, int]  # of a storage that the graph takes and nobody else holds: the last node that needs it, bytes
@@ -102,14 +103,9 @@ def graph_storages(gm: fx.GraphModule, held_anyway: Set[int]) -> GraphStorages:
         bytes_,
         {storage: last[storage] for storage in lent},
         np.cumsum(changes[:-1]),
-        tuple(map(_dense_bytes, outputs)),
+        tuple(0 if node is None else size_of(node) for node in outputs),
         tuple(is_packed(node) for node in outputs),
     )
-
-
-def _dense_bytes(node: fx.Node | None) -> int:
-    value = None if node is None else node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def is_packed(node: fx.Node | None) -> bool:

@@ -44,10 +44,10 @@ MEMORY_FRACTION = 0.92  # of the device: the rest is for the CUDA context, NCCL'
 CLOSE = 1.05  # candidates foreseen up to this much above the fastest simulated one are simulated too
 ROUNDS = 4  # how often the limit is tightened when the emitted program needs more than the problem foresaw
 NEAR = 0.01  # of the whole step: layouts that take so much more than the best are not worth a joint search
-JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
-BOUND_GAP = 1e-3  # of the problem whose optimum bounds all plans
-JOINT_LEAST_S = 10.0  # of one joint search, however late: without it there may be no plan; most end long before
 JOINT_ROUNDS = 2  # the same for the joint problem: `Fit` does the rest
+JOINT_GAP = 1e-3  # of the joint problem: what `Fit` then finds under these layouts differs by more
+JOINT_LEAST_S = 10.0  # of one joint search, however late: without it there may be no plan; most end long before
+BOUND_GAP = 1e-3  # of the problem whose optimum bounds all plans
 
 GATHERS = {"fsdp": "recompute", "zero2": "keep"}
 """What hand plans do with the gathered copies of parameters between the phases."""

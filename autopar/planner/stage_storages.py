@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import Shard
 
 from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
@@ -18,6 +18,7 @@ from autopar.passes.storages import storages_of
 from autopar.planner.graph_storages import GraphStorages, graph_storages, is_packed
 from autopar.planner.make import Planned
 from autopar.sharding.layout import REPLICATE
+from autopar.stages.assign import size_of
 from autopar.stages.stage_programs import is_boundary
 from autopar.stages.staged import Staged
 
@@ -120,7 +121,7 @@ def stage_storages(staged: Staged, planned: Planned, graphs: StageGraphs) -> Sta
     nodes = {node.name: node for node in graphs.local.joint.graph.nodes if node.op == "placeholder"}
     items = [item for item in graphs.program.inputs if item.node in nodes]
     received: dict[tuple[InputKind, str], int] = {
-        (item.kind, item.name): _dense_bytes(nodes[item.node])
+        (item.kind, item.name): size_of(nodes[item.node])
         for item in items
         if item.kind in (InputKind.ARRIVING, InputKind.TANGENT)
     }
@@ -154,8 +155,3 @@ def _held_anyway(staged: Staged, planned: Planned) -> frozenset[int]:
         if kind is InputKind.PARAMETER or (kind in CALL and viewed and whole) or node.target is OFFLOAD:
             found |= storages_of(node).keys()
     return frozenset(found)
-
-
-def _dense_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

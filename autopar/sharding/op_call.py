@@ -95,6 +95,13 @@ def freeze(value: Any) -> Any:
     return value
 
 
+def first_input(node: fx.Node) -> fx.Node:
+    """The node that is an op's first argument."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def spec_of(value: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(value.shape), value.dtype, tuple(value.stride()))
 

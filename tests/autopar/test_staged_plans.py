@@ -92,7 +92,7 @@ def test_a_cut_and_a_schedule_say_why() -> None:
     plan = autopar.make_plan(deep(), MESH, example_inputs=torch.ones(8, 8))
     text = plan.explain("stage *")
     assert text.startswith("stage 0: begins with the inputs") and "stage 1: begins before `" in text
-    assert "why this cut: " in text and ("without it, the best is to cut before `" in text or "takes as long" in text)
+    assert "why this cut: " in text and ("without it, the best is to cut before `" in text or "takes no longer" in text)
     assert "more a step" in plan.explain("schedule") and "stage" not in plan.explain("schedule").splitlines()[0]
     loaded = autopar.Plan.from_json(plan.to_json())
     assert "not told why: that needs the model" in loaded.explain("stage 1")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ops.pointwise_program import NotPointwiseError, parse
+from autopar.sharding.op_call import first_input
 
 aten = torch.ops.aten
 FLIPS = frozenset((aten.t.default, aten.numpy_T.default))
@@ -142,7 +143,7 @@ class Reader:
                 is_flipped = not is_flipped if node.target in FLIPS or _turns(node) else is_flipped
             elif node.target not in CASTS:
                 break
-            node = node.args[0]  # type: ignore[assignment]  # the first argument of these ops is a node
+            node = first_input(node)
         return found
 
     def _note_slice(self, node: fx.Node) -> None:
@@ -181,7 +182,7 @@ class Reader:
             text.inputs.append(span)
             name = f"x{len(text.inputs) - 1}"
         elif node.target is aten.alias.default:
-            name = self._write(node.args[0], text, shape)  # type: ignore[arg-type]  # an alias is of a node
+            name = self._write(first_input(node), text, shape)
         else:
             name = self._line(node, text, shape)
         text.names[node] = name

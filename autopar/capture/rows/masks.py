@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.sharding.op_call import first_input
+
 aten = torch.ops.aten
 KnownValue = Callable[[fx.Node], Tensor | None]
 
@@ -120,7 +122,7 @@ class Masks:
             return False
         index = found.index
         while index.target in SAME and not self.is_written(index):
-            index = index.args[0]  # type: ignore[assignment]  # the first argument of these ops is a node
+            index = first_input(index)
         ranked = _ranked_dim(index)
         (dim,) = dims
         return ranked is not None and not self.is_written(index) and found.dims[dim] == ranked % len(found.dims)
@@ -151,7 +153,7 @@ def _is_never_negative(node: fx.Node) -> bool:
     if node.meta["val"].dtype is torch.bool or node.target in COMPARISONS:
         return True
     if node.target in SAME or node.target in RESHAPES:
-        return _is_never_negative(node.args[0])  # type: ignore[arg-type]  # the first argument of these ops is a node
+        return _is_never_negative(first_input(node))
     if node.target is aten.mul.Tensor:
         return all(isinstance(factor, fx.Node) and _is_never_negative(factor) for factor in node.args)
     return False
@@ -172,7 +174,7 @@ def _ranked_dim(index: fx.Node) -> int | None:
 def bound_of(index: fx.Node) -> int | None:
     """A number that all elements of an index are below."""
     if index.target in SAME or index.target in RESHAPES or index.target in PARTS:
-        return bound_of(index.args[0])  # type: ignore[arg-type]  # the first argument of these ops is a node
+        return bound_of(first_input(index))
     parent: Any = index
     if index.target is operator.getitem and index.args[1] == 1:
         parent = index.args[0]
@@ -188,5 +190,5 @@ def bound_of(index: fx.Node) -> int | None:
 def any_of(node: fx.Node) -> fx.Node | None:
     """The mask of which a truth value tells whether it holds anywhere, or nowhere."""
     while node.target in NEGATIONS or node.target in SAME:
-        node = node.args[0]  # type: ignore[assignment]  # the first argument of these ops is a node
-    return node.args[0] if node.target is aten.any.default else None  # type: ignore[return-value]  # as above
+        node = first_input(node)
+    return first_input(node) if node.target is aten.any.default else None
