@@ -189,11 +189,7 @@ def main() -> None:
             tables.append(row, RESULTS)
     Console(width=170).print(table)
     if chosen.write_docs:
-        rows = sorted(
-            tables.latest(RESULTS, lambda row: str(row["case"])), key=lambda row: list(CASES).index(row["case"])
-        )
-        lines = [tables.line(titles), "| --- " * len(titles) + "|", *(tables.line(_cells(row)) for row in rows)]
-        tables.write_table(PAGE, "cases", ["", *lines, ""])
+        tables.write_rows(PAGE, "cases", RESULTS, list(CASES), titles, _cells)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -57,6 +57,20 @@ def latest(results: Path, key: Callable[[Record], Any]) -> list[Record]:
     return [last[name] for name in sorted(last)]
 
 
+def write_rows(
+    page: Path,
+    name: str,
+    results: Path,
+    cases: Sequence[str],
+    titles: Sequence[str],
+    cells: Callable[[Record], list[str]],
+) -> None:
+    """Put the last row that is kept of each case into a page, in the order of the cases."""
+    rows = sorted(latest(results, lambda row: str(row["case"])), key=lambda row: cases.index(row["case"]))
+    lines = [line(titles), "| --- " * len(titles) + "|", *(line(cells(row)) for row in rows)]
+    write_table(page, name, ["", *lines, ""])
+
+
 def table_in(page: Path, name: str) -> list[str]:
     """The lines between the marks `name: begin` and `name: end` of a page."""
     begin, end = _marks(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -121,6 +122,16 @@ class Program:
     tied: tuple[tuple[str, str], ...]  # (other name, name of the parameter or buffer that it shares)
     constants: Mapping[str, torch.Tensor]
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def early_outputs(self) -> tuple[ProgramOutput, ...]:
+        """What the forward returns, before what it counts and saves."""
+        return tuple(output for output in self.outputs if output.kind is not OutputKind.GRADIENT)
+
+    @cached_property
+    def gradients(self) -> tuple[ProgramOutput, ...]:
+        """What the backward returns."""
+        return tuple(output for output in self.outputs if output.kind is OutputKind.GRADIENT)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

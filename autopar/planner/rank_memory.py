@@ -230,7 +230,7 @@ class _RankWalk:
         graph, saved = one.forward, one.graphs.local.saved
         results = self._run(graph, {node: self._bound(one, stage, graph, node, item) for node in graph.taken})
         leaving: dict[str, tuple[Value, int]] = {}
-        for index, output in enumerate(one.early_outputs):
+        for index, output in enumerate(one.program.early_outputs):
             if output.kind is OutputKind.LEAVING:
                 leaving[output.name] = results[index], graph.packing_bytes(index)
             else:
@@ -280,7 +280,7 @@ class _RankWalk:
             graph = one.backward if whole else one.of_inputs
             results = self._run(graph, self._inputs(one, graph, (stage, item), saved))
             if whole:
-                self._deliver(one, stage, item, graph, range(len(one.gradients)), results)
+                self._deliver(one, stage, item, graph, range(len(one.program.gradients)), results)
             else:
                 urgent, kept = one.split.urgent, one.split.kept
                 self._deliver(one, stage, item, graph, urgent, results[: len(urgent)])
@@ -295,7 +295,7 @@ class _RankWalk:
         if kept is not None:
             graph = one.of_weights
             results = self._run(graph, self._inputs(one, graph, (stage, item), kept))
-            others = [index for index in range(len(one.gradients)) if index not in one.split.urgent]
+            others = [index for index in range(len(one.program.gradients)) if index not in one.split.urgent]
             self._deliver(one, stage, item, graph, others, results)
             self._drop(results)
             self._drop(kept.values())
@@ -312,7 +312,7 @@ class _RankWalk:
     ) -> None:
         between: dict[str, tuple[Value, int]] = {}
         for at, (number, value) in enumerate(zip(numbers, results, strict=True)):
-            output = one.gradients[number]
+            output = one.program.gradients[number]
             if output.is_between_stages:
                 between[output.name] = value, graph.packing_bytes(at)
                 continue
@@ -340,7 +340,7 @@ class _RankWalk:
         one = self.stages[stage]
         if self.added[stage] % (self.schedule.update_every or self.schedule.microbatches) or not one.graphs.deferred:
             return
-        keys = [(stage, one.gradients[number].name) for number in one.graphs.deferred.numbers]
+        keys = [(stage, one.program.gradients[number].name) for number in one.graphs.deferred.numbers]
         given = dict(zip(one.of_step.taken, (self.gradients.pop(key) for key in keys), strict=True))
         for key, value in zip(keys, self._run(one.of_step, given), strict=True):
             self.gradients[key] = value

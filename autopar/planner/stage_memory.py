@@ -76,7 +76,7 @@ def _beside(staged: Staged, storages: StageStorages, saved: Storages) -> tuple[i
     A value that does not lie contiguously is packed to be sent.
     """
     forward: GraphStorages = storages.forward
-    numbers = {output: index for index, output in enumerate(storages.early_outputs)}
+    numbers = {output: index for index, output in enumerate(storages.program.early_outputs)}
     leaving = [index for output, index in numbers.items() if output.kind is OutputKind.LEAVING]
     kept = [it for it in numbers if it.kind is OutputKind.BUFFER or (it.kind, it.name) in staged.given]
     others = [numbers[output] for output in kept]
@@ -87,7 +87,7 @@ def _beside(staged: Staged, storages: StageStorages, saved: Storages) -> tuple[i
 def _gradients(storages: StageStorages) -> list[int]:
     """Bytes of each gradient of the weights."""
     backward = storages.backward
-    own = [index for index, output in enumerate(storages.gradients) if not output.is_between_stages]
+    own = [index for index, output in enumerate(storages.program.gradients) if not output.is_between_stages]
     return [sum(backward.of_results([index]).values()) for index in own]
 
 

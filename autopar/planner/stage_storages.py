@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from autopar.capture.program import InputKind, OutputKind, Program, ProgramOutput
+from autopar.capture.program import InputKind, Program
 from autopar.passes.copies import OFFLOAD
 from autopar.passes.defer_reductions import DeferredReductions, defer_reductions
 from autopar.passes.pipeline import LocalProgram
@@ -95,15 +95,6 @@ class StageStorages:
     def split(self) -> SplitBackward:
         assert self.graphs.split is not None
         return self.graphs.split
-
-    @cached_property
-    def early_outputs(self) -> tuple[ProgramOutput, ...]:
-        """What the forward returns before what it counts, and what it saves."""
-        return tuple(output for output in self.program.outputs if output.kind is not OutputKind.GRADIENT)
-
-    @cached_property
-    def gradients(self) -> tuple[ProgramOutput, ...]:
-        return tuple(output for output in self.program.outputs if output.kind is OutputKind.GRADIENT)
 
     @cached_property
     def weight_nodes(self) -> frozenset[str]:

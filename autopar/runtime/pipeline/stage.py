@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from autopar.capture.program import InputKind, OutputKind, Program, ProgramInput, ProgramOutput
+from autopar.capture.program import InputKind, Program, ProgramInput, ProgramOutput
 from autopar.passes.defer_reductions import DeferredReductions, defer_reductions
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.split_weights import SplitBackward, split_weights
@@ -62,15 +62,6 @@ class StageVariant:
     @cached_property
     def backward_names(self) -> list[str]:
         return placeholder_names(self.backward[0]) if self.backward else []
-
-    @cached_property
-    def early_outputs(self) -> tuple[ProgramOutput, ...]:
-        """What the forward returns before what it saves."""
-        return tuple(output for output in self.program.outputs if output.kind is not OutputKind.GRADIENT)
-
-    @cached_property
-    def gradients(self) -> tuple[ProgramOutput, ...]:
-        return tuple(output for output in self.program.outputs if output.kind is OutputKind.GRADIENT)
 
     @cached_property
     def output_layouts(self) -> Mapping[ProgramOutput, Layout]:

@@ -110,7 +110,7 @@ class Worker:
         if not variant.deferred:
             return
         numbers = variant.deferred[0].numbers
-        keys = [(stage, variant.gradients[number].name) for number in numbers]
+        keys = [(stage, variant.program.gradients[number].name) for number in numbers]
         inputs = _by_lane([self.gathered.gradients.pop(key) for key in keys], len(variant.lanes))
         results = self.lanes.run([cut.of_step for cut in variant.deferred], inputs)
         for index, key in enumerate(keys):
@@ -168,12 +168,12 @@ class Worker:
         inputs = _by_lane(values, len(variant.lanes))
         del values  # the graph lets go of what it was given
         results = self.lanes.run(variant.forward, inputs)
-        what, early = variant.lanes[0].expert_counts, len(variant.early_outputs)
+        what, early = variant.lanes[0].expert_counts, len(variant.program.early_outputs)
         count = early + len(what)
         if self.counter is not None:
             self.counter.add(what, results[0][early:count])
         leaving: dict[str, Value] = {}
-        for index, output in enumerate(variant.early_outputs):
+        for index, output in enumerate(variant.program.early_outputs):
             value = [lane[index] for lane in results]
             if output.kind is OutputKind.LEAVING:
                 leaving[output.name] = value
@@ -254,14 +254,14 @@ class Worker:
         inputs = _by_lane(values, len(variant.lanes))
         del values
         results = self.lanes.run([lane.of_weights for lane in split], inputs)
-        others = [index for index in range(len(variant.gradients)) if index not in split[0].urgent]
+        others = [index for index in range(len(variant.program.gradients)) if index not in split[0].urgent]
         self._deliver(variant, stage, item, {index: [lane[at] for lane in results] for at, index in enumerate(others)})
 
     def _deliver(self, variant: StageVariant, stage: int, item: int, values: Mapping[int, Iterable[Tensor]]) -> None:
         """Hand gradients on to other stages, or add them to those of earlier microbatches."""
         between: dict[str, Value] = {}
         for index, lanes in values.items():
-            output, value = variant.gradients[index], list(lanes)
+            output, value = variant.program.gradients[index], list(lanes)
             if output.is_between_stages:
                 between[output.name] = value
                 continue
