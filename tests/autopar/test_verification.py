@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.trace import capture, tensor_leaves
-from autopar.verification import eager_values, traced_values
+from autopar.verification import Values, compare, eager_values, traced_values
 
 
 class Shares(nn.Module):
@@ -112,3 +112,12 @@ def test_a_result_is_not_held_to_more_digits_than_the_weights_have() -> None:
     assert report.ok and output.tolerance == 1e-5 and output.relative_error > 1e-10
     double = autopar.verify(Widened().double(), (2,), example_inputs=torch.randn(8, 64).double(), search="megatron")
     assert double.ok and {item.tolerance for item in double.comparisons} == {1e-10}
+
+
+def test_a_gradient_that_eager_does_not_have_is_zero_in_every_element() -> None:
+    weight = torch.zeros(2, 3)
+    without, zero = Values({}, {}, {}), Values({}, {"weight": weight}, {})
+    almost = Values({}, {"weight": weight.index_fill(0, torch.tensor(1), 1e-30)}, {})
+    assert compare(zero, without, reference="eager").ok
+    assert not compare(almost, without, reference="eager").ok
+    assert not compare(without, zero, reference="eager").ok

@@ -113,13 +113,10 @@ def _negations(test: ast.expr) -> int | None:
     for node in ast.walk(test):
         is_function = isinstance(node, ast.Call) and not isinstance(node.func, ast.Attribute)
         is_chain = isinstance(node, ast.Compare) and len(node.ops) > 1
-        if is_function or is_chain or isinstance(node, TRUTHS) or (isinstance(node, ast.UnaryOp) and _is_not(node)):
+        is_negation = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        if is_function or is_chain or is_negation or isinstance(node, TRUTHS):
             return None
     return count
-
-
-def _is_not(node: ast.UnaryOp) -> bool:
-    return isinstance(node.op, ast.Not)
 
 
 def _into_tensors(block: Sequence[ast.stmt], frame: FrameType) -> bool:
