@@ -82,7 +82,7 @@ class WritesParameter(Layer):
 class Breaks(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.last = super().forward(x)
-        return self.last.no_such_thing()  # type: ignore[no-any-return, operator]
+        return self.last.no_such_thing()  # type: ignore[no-any-return, operator]  # wrong on purpose
 
 
 class Remembers(Layer):
@@ -179,7 +179,7 @@ def test_a_mesh_that_has_no_shape_is_refused(mesh: Any) -> None:
 
 
 def test_a_virtual_mesh_cannot_be_compiled_for() -> None:
-    error = error_of(lambda: autopar.compile(nn.Linear(4, 4), autopar.Mesh((2,))))  # type: ignore[arg-type]
+    error = error_of(lambda: autopar.compile(nn.Linear(4, 4), autopar.Mesh((2,))))  # type: ignore[arg-type]  # wrong on purpose
     assert type(error) is MeshError and "init_device_mesh" in error.fix
 
 

@@ -39,7 +39,9 @@ def test_a_type_of_model_that_transformers_knows_needs_no_file() -> None:
     with torch.device("meta"):
         source = load_model("hf:gpt2")
     assert sum(parameter.numel() for parameter in source.model.parameters()) == 124_439_808
-    ids = source.require_inputs()["input_ids"]  # type: ignore[call-overload]
+    inputs = source.require_inputs()
+    assert isinstance(inputs, dict)
+    ids = inputs["input_ids"]
     assert (tuple(ids.shape), ids.device.type) == ((8, 128), "cpu")
 
 

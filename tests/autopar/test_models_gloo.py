@@ -37,8 +37,9 @@ def train(names: list[str], mesh_shape: tuple[int, ...]) -> Found:
             model, inputs = MODELS[name]()
             with mock.patch.object(arguments, "Options", partial(arguments.Options, time_limit_s=SEARCH_S)):
                 pmodel = autopar.compile(model, mesh, example_inputs=inputs, search=search, memory_limit_bytes=limit)
-            assert limit is None or pmodel.plan.peak_bytes <= limit  # type: ignore[attr-defined]
-            limit = int(SLACK * pmodel.plan.peak_bytes)  # type: ignore[attr-defined]
+            plan = pmodel.plan
+            assert isinstance(plan, autopar.Plan) and (limit is None or plan.peak_bytes <= limit)
+            limit = int(SLACK * plan.peak_bytes)
             gaps = train_beside(pmodel, adam(pmodel), (model, inputs))
             found[f"{name} under {search}"] = (pmodel.plan.hash, gaps)
     return found

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.capture.functionalize import mutates
 from autopar.sharding.layout import shard_dim
-from autopar.sharding.op_call import OpCall, TensorSpec, call_of, op_name, tensor_inputs
+from autopar.sharding.op_call import OpCall, TensorSpec, call_of, first_input, op_name, tensor_inputs
 from autopar.sharding.registry import rules_of
 from autopar.sharding.rule import Rule
 from autopar.sharding.rules.pointwise import is_pointwise
@@ -56,9 +56,9 @@ def row_dims(nodes: Iterable[fx.Node], dims: Dims, rows: int) -> None:
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
-            parent, index = node.args
+            parent = first_input(node)
             if parent in dims:
-                dims[node] = dims[parent][index]  # type: ignore[index]  # the node of an op with several results
+                dims[node] = dims[parent][node.args[1]]
             continue
         inputs = [dims.get(source) for source in tensor_inputs(node)]
         found = _of_no_rows(node, inputs) if not any(isinstance(item, int) for item in inputs) else None

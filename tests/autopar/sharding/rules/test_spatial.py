@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.sharding.execution import call_in, trace_op
+from autopar.sharding.layout import shard_dim
 from autopar.sharding.registry import rules_of
 from autopar.sharding.rules.norms import MOMENTS
 from autopar.sharding.rules.spatial import HALO
@@ -31,7 +32,7 @@ def check(case: Case, cut: Sequence[int], form: str = HALO, meshes: Sequence[tup
     """Every rule holds, and there is one in `form` for just the dims of `cut`."""
     op, args = case
     call = call_in(trace_op(op, args, {}))
-    dims = {rule.outputs[0].dim for rule in rules_of(call) if rule.form == form}  # type: ignore[attr-defined]
+    dims = {shard_dim(rule.outputs[0]) for rule in rules_of(call) if rule.form == form}
     assert dims == set(cut)
     wrong, count = wrong_strategies(op, args, {}, meshes, most=16)
     assert count > len(meshes)
