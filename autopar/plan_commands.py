@@ -15,6 +15,7 @@ from autopar.model_source import parse_mesh_shape
 from autopar.plan import Plan
 from autopar.recording import Recording
 from autopar.report.explain import explanations_text, stages_text
+from autopar.report.measured import measured_text
 from autopar.report.memory import memory_text
 from autopar.report.page import report_page
 
@@ -142,10 +143,15 @@ def run_report(chosen: argparse.Namespace) -> int:
     plan = _loaded(chosen)
     if chosen.model and plan.pipeline is None:
         _ = plan.frontier
-    page = report_page(plan, Recording.load(chosen.recording) if chosen.recording else None)
+    recording = Recording.load(chosen.recording) if chosen.recording else None
+    page = report_page(plan, recording)
     try:
         Path(chosen.output).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise PlanError(f"the page cannot be written: {error}", where=chosen.output) from error
-    print(json.dumps({"output": chosen.output, "bytes": len(page)}) if chosen.json else f"wrote {chosen.output}")
+    measured = measured_text(plan, recording) if recording else ""
+    if chosen.json:
+        print(json.dumps({"output": chosen.output, "bytes": len(page), "measured": measured}))
+    else:
+        print(*filter(None, (measured, f"wrote {chosen.output}")), sep="\n")
     return 0

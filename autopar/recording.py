@@ -1,4 +1,4 @@
-"""A run as it was measured: how long steps took, what each rank did when, how many tokens each expert got.
+"""A run as it was measured: how long steps took, what each rank did and held when, how many tokens each expert got.
 
 Plain data, saved as JSON and read with suspicion; the runtime fills it, reports set it beside a plan.
 """
@@ -29,7 +29,8 @@ class Span:
     """One piece of work: seconds from the beginning of its step, when all ranks had agreed on the call.
 
     `kind`: of an op, `compute`, `wait` (for a collective) or `collective` (from its issue to the end of its wait); of a
-    pipeline's stage, what its action does. `phase`: `forward` or `backward`.
+    pipeline's stage, what its action does. `phase`: `forward` or `backward`. `held_bytes`: the most that its rank held
+    on its device meanwhile; -1 where that was not measured.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Span:
     phase: str = ""
     stage: int = -1
     microbatch: int = -1
+    held_bytes: int = -1
 
     @property
     def seconds(self) -> float:
@@ -77,10 +79,26 @@ class Recording:
         """The steps of which spans are known."""
         return tuple(sorted({span.step for span in self.spans}))
 
+    @property
+    def peak(self) -> Span | None:
+        """Where a rank held the most; None of a run whose memory was not measured."""
+        fullest = max(self.spans, key=lambda span: span.held_bytes, default=None)
+        return fullest if fullest is not None and fullest.held_bytes >= 0 else None
+
     def of_last_step(self) -> tuple[Span, ...]:
-        """The spans of the last step that has any."""
-        last = max(self.timed_steps, default=-1)
+        """The spans of the last step that has any: of one that ran as always, if there is one."""
+        timed = self.timed_steps
+        plain = [step for step in timed if step < len(self.step_s) and self.step_s[step] is not None]
+        last = max(plain or timed, default=-1)
         return tuple(span for span in self.spans if span.step == last)
+
+    def held_over_time(self) -> tuple[Span, ...]:
+        """In order, the spans of the rank and the step that held the most."""
+        peak = self.peak
+        if peak is None:
+            return ()
+        own = [span for span in self.spans if (span.rank, span.step) == (peak.rank, peak.step) and span.held_bytes >= 0]
+        return tuple(sorted(own, key=lambda span: span.start_s))
 
     def by_module(self, rank: int = 0) -> dict[str, dict[str, float]]:
         """By module, seconds of `compute` and of `wait` on one rank: the median of the steps that ran op by op."""
@@ -111,6 +129,11 @@ class Recording:
                  "ts": 1e6 * (starts[span.step] + span.start_s), "dur": 1e6 * span.seconds,
                  "args": {"module": span.module, "phase": span.phase, "step": span.step}}
             )  # fmt: skip
+            if span.held_bytes >= 0:
+                events.append(
+                    {"name": "memory", "ph": "C", "pid": span.rank, "args": {"bytes": span.held_bytes},
+                     "ts": 1e6 * (starts[span.step] + span.start_s)}
+                )  # fmt: skip
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -146,9 +169,9 @@ def _read(data: Any) -> Recording:
 
 
 def _span(values: Any) -> Span:
-    named = dict(zip([item.name for item in fields(Span)], values, strict=True))
+    named = fields(Span)[: len(values)]  # older files have no bytes
     checks: dict[str, Callable[[Any], Any]] = {"str": _text, "float": _seconds, "int": int}
-    made = Span(**{item.name: checks[str(item.type)](named[item.name]) for item in fields(Span)})
+    made = Span(**{item.name: checks[str(item.type)](value) for item, value in zip(named, values, strict=True)})
     if made.kind not in (*OP_KINDS, *STAGE_KINDS) or made.end_s < made.start_s:
         raise ValueError(f"{values!r:.80} is no span")
     return made

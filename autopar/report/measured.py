@@ -1,8 +1,8 @@
-"""A recorded run beside its plan: the step, computation and communication, module by module; experts' loads."""
+"""A recorded run beside its plan: the step, computation, communication and memory, by module; experts' loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,32 +13,39 @@ from rich.table import Table
 from autopar.errors import RecordingError
 from autopar.folding import fold_keys
 from autopar.plots import new_figure
-from autopar.recording import COMPUTE, WAIT, Recording
-from autopar.report.figures import rendered, seconds_text
+from autopar.recording import COMPUTE, WAIT, Recording, Span
+from autopar.report.figures import bytes_text, rendered, seconds_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
+_COUNTED = "counted by tensor, without what kernels need inside"
+_ALLOCATED = "all that PyTorch's allocator gave out on the device"
+_MEANT = (
+    "it has the whole batch in it, of which a plan counts each rank's part; the optimizer's own step is not looked into"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row: seconds as predicted (None: the plan does not say) and as measured."""
+    """One row: as predicted (None: the plan does not say) and as measured; seconds, or what `text` writes."""
 
     name: str
-    predicted_s: float | None
-    measured_s: float
+    predicted: float | None
+    measured: float
     copies: int = 1
+    text: Callable[[float], str] = seconds_text
 
     @property
     def ratio(self) -> float | None:
         """Measured over predicted; None where nothing was predicted."""
-        return self.measured_s / self.predicted_s if self.predicted_s else None
+        return self.measured / self.predicted if self.predicted else None
 
     @property
     def texts(self) -> tuple[str, str, str]:
         """Predicted, measured, ratio."""
-        predicted = "-" if self.predicted_s is None else seconds_text(self.predicted_s)
-        return predicted, seconds_text(self.measured_s), "-" if self.ratio is None else f"{self.ratio:.2f}"
+        predicted = "-" if self.predicted is None else self.text(self.predicted)
+        return predicted, self.text(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}"
 
 
 def check_recording(plan: Plan, recording: Recording) -> None:
@@ -51,8 +58,10 @@ def check_recording(plan: Plan, recording: Recording) -> None:
 
 
 def totals(plan: Plan, recording: Recording) -> list[Line]:
-    """The step; of a program without stages also what it computes and what it waits for, on the first rank."""
-    lines = [Line("step, the optimizer in it", plan.step_s or None, recording.typical_s)]
+    """The step, the memory; of a program without stages also what the first rank computes and what it waits for."""
+    lines, peak = [Line("step, the optimizer in it", plan.step_s or None, recording.typical_s)], recording.peak
+    if peak is not None:
+        lines.append(Line("memory of the fullest rank", plan.peak_bytes or None, peak.held_bytes, text=bytes_text))
     modules = recording.by_module()
     if not modules:
         return lines
@@ -96,6 +105,9 @@ def remarks(plan: Plan, recording: Recording) -> Iterator[str]:
     )
     if recording.by_module():
         yield f"{timed} ran op by op, for the times of modules on rank 0: each op then waits for the one before"
+    if recording.peak is not None:
+        how = _COUNTED if recording.device == "cpu" else _ALLOCATED
+        yield f"memory: most in the {_place(recording.peak)}; {how}; {_MEANT}"
     if plan.hardware != "cpu" and recording.device == "cpu":
         yield (
             f"the plan was made for {plan.hardware} and ran on a CPU: compare shares, not seconds; "
@@ -103,11 +115,17 @@ def remarks(plan: Plan, recording: Recording) -> Iterator[str]:
         )
 
 
+def _place(span: Span) -> str:
+    what = span.name if span.stage < 0 else f"{span.kind} of stage {span.stage}, microbatch {span.microbatch}"
+    module = f" ({span.module})" if span.module else ""
+    return f"{span.phase} on rank {span.rank}, while {what}{module} ran"
+
+
 def measured_text(plan: Plan, recording: Recording) -> str:
     """The tables as text."""
     check_recording(plan, recording)
     parts: list[object] = [_table("", totals(plan, recording))]
-    modules = sorted(by_module(plan, recording), key=lambda line: -line.measured_s)
+    modules = sorted(by_module(plan, recording), key=lambda line: -line.measured)
     if modules:
         parts.append(_table("module", modules))
     return rendered(*parts, *(f"note: {text}" for text in remarks(plan, recording)))
@@ -121,6 +139,27 @@ def _table(name: str, lines: Sequence[Line]) -> Table:
     for line in lines:
         table.add_row(line.name + (f"  x{line.copies}" if line.copies > 1 else ""), *line.texts)
     return table
+
+
+def draw_held(plan: Plan, recording: Recording) -> Any:
+    """Bytes on the fullest rank over one step, op by op: as measured, and as predicted where the plan tells."""
+    spans = recording.held_over_time()
+    figure = new_figure(5.2, 3.3)
+    axes = figure.add_subplot()
+    places = np.linspace(0, 1, len(spans), endpoint=False)
+    held = [span.held_bytes / 1e9 for span in spans]
+    timeline = plan.details.timeline if plan.details else None
+    if timeline is not None:
+        index = np.asarray(timeline.index) / timeline.ops
+        predicted = np.asarray(timeline.totals) / 1e9
+        axes.plot(index, predicted, drawstyle="steps-post", color="#ee6677", linestyle="--", label="predicted")
+    elif plan.peak_bytes:
+        axes.axhline(plan.peak_bytes / 1e9, color="#ee6677", linestyle="--", label="predicted peak")
+    axes.plot(places, held, drawstyle="steps-post", color="#4477aa", label="measured")
+    axes.set(xlabel="part of the step's ops", ylabel="GB on the fullest rank", title="memory, measured and predicted")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
 
 
 def expert_rows(recording: Recording) -> list[Sequence[object]]:

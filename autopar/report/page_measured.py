@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autopar.report.gantt import draw_gantt, measured_bars, planned_bars
-from autopar.report.measured import Line, by_module, draw_experts, expert_rows, least_even, remarks, totals
+from autopar.report.measured import Line, by_module, draw_experts, draw_held, expert_rows, least_even, remarks, totals
 from autopar.report.page_parts import NOT_FOUND, chart, data_table
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def measured_parts(plan: Plan, recording: Recording | None) -> Iterator[str]:
         return
     yield "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in remarks(plan, recording)) + "</ul>"
     yield _lines("totals", "", totals(plan, recording), search="")
+    if recording.peak is not None:
+        yield chart("held", "bytes held over one step, measured and predicted", lambda: draw_held(plan, recording))
     modules = by_module(plan, recording)
     if modules:
         yield "<h3>By module, forward and backward</h3>"
@@ -36,12 +38,8 @@ def _lines(name: str, first: str, lines: Sequence[Line], *, search: str) -> str:
     for line in lines:
         predicted, measured, ratio = line.texts
         label = line.name + (f" ×{line.copies}" if line.copies > 1 else "")
-        rows.append(
-            (label, (line.predicted_s or 0.0, predicted), (line.measured_s, measured), (line.ratio or 0.0, ratio))
-        )
-    return data_table(
-        name, (first or "seconds of", "predicted", "measured", "measured / predicted"), rows, search=search
-    )
+        rows.append((label, (line.predicted or 0.0, predicted), (line.measured, measured), (line.ratio or 0.0, ratio)))
+    return data_table(name, (first or "", "predicted", "measured", "measured / predicted"), rows, search=search)
 
 
 def gantt_parts(plan: Plan, recording: Recording | None) -> Iterator[str]:

@@ -39,10 +39,10 @@ class MemoryTracker(DispatchMode):
         self._alive: set[int] = set()  # identities of storages
         self._in_flight: dict[int, list[weakref.ref[Tensor]]] = {}  # by the storage of the result, what is read
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
+    def hold(self, tensors: Sequence[Tensor], *, on_host: bool = False) -> None:
         """Count tensors that were made outside."""
         for tensor in tensors:
-            self._count(tensor)
+            self._count(tensor, on_host=on_host)
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -56,7 +56,7 @@ class MemoryTracker(DispatchMode):
             read = [weakref.ref(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             self._in_flight[result.untyped_storage()._cdata] = read
         elif func is WAIT:
-            _until_let_go(self._in_flight.pop(result.untyped_storage()._cdata, []), result)
+            until_let_go(self._in_flight.pop(result.untyped_storage()._cdata, []), result)
         return result
 
     def _count(self, tensor: Tensor, *, on_host: bool = False) -> None:
@@ -80,7 +80,7 @@ class MemoryTracker(DispatchMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def _until_let_go(read: Sequence[weakref.ref[Tensor]], written: Tensor) -> None:
+def until_let_go(read: Sequence[weakref.ref[Tensor]], written: Tensor) -> None:
     """Wait until Python alone holds a collective's tensors, but not for long: something else may hold them too."""
     end = time.monotonic() + LET_GO_S
     while time.monotonic() < end:

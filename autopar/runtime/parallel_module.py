@@ -31,6 +31,7 @@ from autopar.runtime.execution import Call, Reduction, State, has_pending_gradie
 from autopar.runtime.experts.load import ExpertCounter, ExpertLoad
 from autopar.runtime.experts.placed import PlacedExperts
 from autopar.runtime.experts.rebalance import Rebalance, decide, read_decision, result_of
+from autopar.runtime.held_memory import SteppedOptimizers, local_parts
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
 from autopar.runtime.mirror import Container, mirror, modes_of, training_flags
@@ -230,21 +231,32 @@ class ParallelModule(Container):
 
     @contextmanager
     def record(self) -> Iterator[Recorder]:
-        """Time what runs in here, on every rank at once: `.recording` of what this gives, when the block has ended.
+        """Time what runs in here, and count the memory it holds, on every rank at once: `.recording` of what this
+        gives, when the block has ended.
 
-        Every second step runs op by op, somewhat slower; the others, as always, tell how long a step takes. Of a
-        pipeline each action is timed, in every step. Results stay the same. Experts' loads are those of the block.
+        Every second step runs op by op, somewhat slower, and tells of times and memory op by op; the others, as always,
+        tell how long a step takes. Of a pipeline each action is timed in every step, and its memory counted in every
+        second. Results stay the same. Experts' loads are those of the block. On accelerators PyTorch's peak memory
+        statistics begin anew.
         """
         session = self._session
-        recorder = Recorder(session.mesh, session.ranks.rank)
         self.reset_expert_load()
-        session.recorder = recorder
-        try:
-            yield recorder
-            recorder.end_step()
-        finally:
-            session.recorder = None
+        with SteppedOptimizers() as stepped:
+            recorder = Recorder(session.mesh, session.ranks.rank, lambda: self._held_between_steps(stepped))
+            session.recorder = recorder
+            try:
+                yield recorder
+                recorder.end_step()
+            finally:
+                session.recorder = None
         recorder.made = self._made_recording(recorder)
+
+    def _held_between_steps(self, stepped: SteppedOptimizers) -> list[Tensor]:
+        """This rank's parts of parameters, buffers, gradients, and of the state of the optimizers that stepped."""
+        parameters = list(self.parameters())
+        gradients = [item.grad for item in parameters if item.grad is not None]
+        states = [state for item in parameters for state in stepped.state_of(item)]
+        return local_parts([*parameters, *self.buffers(), *gradients, *states], self._session.mesh.device_type)
 
     def _made_recording(self, recorder: Recorder) -> Recording:
         session, load = self._session, self._recorded_load()

@@ -1,4 +1,4 @@
-"""Times a run: whole steps, and every second one op by op; a pipeline's actions in every step.
+"""Times a run, and counts what it holds: whole steps, and every second one op by op; of a pipeline, action by action.
 
 Ranks of one machine have one clock; others are laid together where they have just agreed on a call. Each step counts
 from there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +21,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import NotPlannedError
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.recording import COLLECTIVE, COMPUTE, WAIT, Recording, Span
+from autopar.runtime.held_memory import HeldMemory, held_memory
 
 
 class Recorder:
     """What `ParallelModule.record` gives; `recording` is there once its `with` block has ended."""
 
-    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
-        self.mesh, self.rank = mesh, rank
+    def __init__(self, mesh: DeviceMesh, rank: int, standing: Callable[[], Sequence[Tensor]]) -> None:
+        """`standing`: what the rank holds between two steps."""
+        self.mesh, self.rank, self.standing = mesh, rank, standing
         self.spans: list[Span] = []
         self.step_s: list[float | None] = []
         self.made: Recording | None = None
         self.begins: list[float] = []  # of each step, by this rank's clock
-        self._whole = True  # of the step that runs: not op by op
+        self._whole = True  # of the step that runs: not looked into
+        self._memory: HeldMemory | None = None  # of a step that is looked into
 
     @property
     def recording(self) -> Recording:
@@ -46,6 +49,7 @@ class Recorder:
         self.end_step()
         self.step_s.append(0.0)
         self._whole = len(self.step_s) % 2 == 1
+        self._memory = None if self._whole else held_memory(self.mesh.device_type, self.standing())
         self.begins.append(self.now())
 
     def end_step(self) -> None:
@@ -55,23 +59,26 @@ class Recorder:
 
     def run(self, graph: Any, values: list[Tensor], phase: str) -> Sequence[Tensor]:
         """The outputs of a boxed graph; op by op in every second step."""
-        if self._whole or not isinstance(graph, fx.GraphModule):
+        if self._memory is None or not isinstance(graph, fx.GraphModule):
             outputs: Sequence[Tensor] = graph(values)
             return outputs
-        return _OpByOp(graph, self, phase).on(values)
+        return _OpByOp(graph, self, self._memory, phase).on(values)
 
     @contextmanager
     def action(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
-        """One action of a pipeline; such steps are never run op by op, so their times count."""
-        self._whole = True
-        start = self.now()
-        yield
-        phase = "forward" if kind == "forward" else "backward"
-        self._note(kind, kind, start, self.now(), phase=phase, stage=stage, microbatch=microbatch)
+        """One action of a pipeline; in every second step, what it holds is counted too."""
+        memory, start = self._memory, self.now()
+        if memory is None:
+            yield
+        else:
+            with memory.of_program():
+                yield
+        more = {"phase": "forward" if kind == "forward" else "backward", "stage": stage, "microbatch": microbatch}
+        self._note(kind, kind, start, self.now(), **more, held_bytes=-1 if memory is None else memory.most_bytes())
 
-    def note_node(self, node: fx.Node, kind: str, start: float, end: float, phase: str) -> None:
+    def note_node(self, node: fx.Node, kind: str, start: float, end: float, **more: Any) -> None:
         """One op of a graph."""
-        self._note(node.name, kind, start, end, module=node.meta.get("module", ""), phase=phase)
+        self._note(node.name, kind, start, end, module=node.meta.get("module", ""), **more)
 
     def _note(self, name: str, kind: str, start: float, end: float, **more: Any) -> None:
         step, began = len(self.step_s) - 1, self.begins[-1]
@@ -122,14 +129,15 @@ def _clock() -> str:
 class _OpByOp(fx.Interpreter):
     """Runs a graph node by node and notes each."""
 
-    def __init__(self, graph: fx.GraphModule, recorder: Recorder, phase: str) -> None:
+    def __init__(self, graph: fx.GraphModule, recorder: Recorder, memory: HeldMemory, phase: str) -> None:
         super().__init__(graph, garbage_collect_values=True)
-        self.recorder, self.phase = recorder, phase
-        self.issued: dict[fx.Node, float] = {}
+        self.recorder, self.memory, self.phase = recorder, memory, phase
+        self.issued: dict[fx.Node, tuple[float, int]] = {}  # when, and the bytes held then
 
     def on(self, values: list[Tensor]) -> Sequence[Tensor]:
         """The outputs; `values` is emptied, so that each tensor dies at its last use."""
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.memory.hold(values)
         given = dict(zip(placeholders, values, strict=True))
         values.clear()
         outputs: Sequence[Tensor] = self.run(initial_env=given, enable_io_processing=False)
@@ -138,15 +146,19 @@ class _OpByOp(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         if node.op == "output":
             return super().run_node(node)
+        self.memory.begin()
         recorder, start = self.recorder, self.recorder.now()
         value = super().run_node(node)
-        if is_collective(node):
-            self.issued[node] = start
-            return value
         end = recorder.now()
+        held_bytes = self.memory.after(node, value)
+        if is_collective(node):
+            self.issued[node] = start, held_bytes
+            return value
         if is_wait(node):
             for source in node.all_input_nodes:
                 if source in self.issued:
-                    recorder.note_node(source, COLLECTIVE, self.issued[source], end, self.phase)
-        recorder.note_node(node, WAIT if is_wait(node) else COMPUTE, start, end, self.phase)
+                    issued, bytes_ = self.issued[source]
+                    recorder.note_node(source, COLLECTIVE, issued, end, phase=self.phase, held_bytes=bytes_)
+        kind = WAIT if is_wait(node) else COMPUTE
+        recorder.note_node(node, kind, start, end, phase=self.phase, held_bytes=held_bytes)
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.runtime.recorder import Notes, merged
 from tests.gloo import run_on_ranks
 
 STEPS, WIDTH = 4, 16
+BATCH_BYTES = 8 * WIDTH * 4
 
 
 class Mixed(nn.Module):
@@ -125,12 +127,12 @@ def test_modules_have_their_measured_time_beside_the_predicted_one(folder: Path)
     lines = {line.name: line for line in by_module(plan, recording)}
     assert "layers.[1-3]" in lines and lines["layers.[1-3]"].copies == 3, list(lines)
     own = recording.by_module()
-    assert sum(line.measured_s for line in lines.values()) == pytest.approx(
+    assert sum(line.measured for line in lines.values()) == pytest.approx(
         sum(sum(kinds.values()) for kinds in own.values())
     )
     text = measured_text(plan, recording)
     assert "layers.[1-3]  x3" in text and "4 steps recorded on cpu" in text
-    assert totals(plan, recording)[0].predicted_s == plan.step_s
+    assert totals(plan, recording)[0].predicted == plan.step_s
 
 
 def test_a_step_counts_from_the_first_rank_of_a_clock_to_begin_it() -> None:
@@ -144,7 +146,9 @@ def test_a_step_counts_from_the_first_rank_of_a_clock_to_begin_it() -> None:
 
 def test_a_pipelines_actions_are_measured_in_every_step_and_drawn_beside_the_simulated_ones(folder: Path) -> None:
     plan, recording = loaded(folder, "pipeline")
-    assert None not in recording.step_s and recording.timed_steps == (0, 1, 2, 3)
+    assert [seconds is None for seconds in recording.step_s] == [False, True, False, True]
+    assert recording.timed_steps == (0, 1, 2, 3)
+    assert {span.step for span in recording.of_last_step()} == {2}  # the last that nothing slowed
     foreseen, measured = planned_bars(plan), measured_bars(recording)
     names = [sorted((bar.kind, bar.rank, bar.stage, bar.microbatch) for bar in bars) for bars in (foreseen, measured)]
     assert names[0] == names[1] and len(names[0]) == 16
@@ -156,6 +160,30 @@ def test_a_pipelines_actions_are_measured_in_every_step_and_drawn_beside_the_sim
         assert order["backward", 1, item].start_s <= order["backward", 0, item].start_s
     page = report_page(plan, recording)
     assert "what each rank computes over time, predicted" in page and "measured: bubble" in page
+
+
+@pytest.mark.parametrize("kind", ["data", "experts", "pipeline"])
+def test_the_memory_that_was_held_is_recorded_and_is_at_most_the_promised(folder: Path, kind: str) -> None:
+    plan, recording = loaded(folder, kind)
+    assert recording.peak is not None and recording.peak.phase in ("forward", "backward")
+    beside = BATCH_BYTES // 2 + 8 * sum(map(len, recording.expert_load.values())) + 8  # the batch whole; counts; a seed
+    assert plan.peak_bytes - BATCH_BYTES <= recording.peak.held_bytes <= plan.peak_bytes + beside
+    (line,) = [line for line in totals(plan, recording) if line.name.startswith("memory")]
+    assert (line.predicted, line.measured) == (plan.peak_bytes, recording.peak.held_bytes)
+    assert "memory of the fullest rank" in measured_text(plan, recording)
+    assert "memory, measured and predicted" in report_page(plan, recording)
+    counters = [event for event in recording.chrome_trace()["traceEvents"] if event["ph"] == "C"]
+    assert max(event["args"]["bytes"] for event in counters) == recording.peak.held_bytes
+
+
+def test_a_recording_without_memory_is_read(folder: Path, tmp_path: Path) -> None:
+    plan, recording = loaded(folder, "data")
+    data = json.loads((folder / "data.json").read_text())
+    data["spans"] = [span[:-1] for span in data["spans"]]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old = Recording.load(tmp_path / "old.json")
+    assert len(old.spans) == len(recording.spans) and old.peak is None
+    assert "memory of" not in measured_text(plan, old) and "measured and predicted" not in report_page(plan, old)
 
 
 def test_loads_of_experts_are_those_of_the_recorded_steps(folder: Path) -> None:
