@@ -19,11 +19,14 @@ from autopar.passes.pipeline import emit
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem
 from autopar.planner.expert_places import place_anew
-from autopar.planner.make import Options, Planned, plan_program, price_choice, program_hash
+from autopar.planner.follow import price_choice
+from autopar.planner.hosting import Hosting
+from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline import plan_pipeline
 from autopar.planner.pipeline_again import follow_pipeline, plan_pipeline_like
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.pipeline_request import PipelineRequest
+from autopar.planner.program_hash import program_hash
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
@@ -59,10 +62,11 @@ class Compiler:
         kwargs: dict[str, Any],
         *,
         parameter_layouts: Mapping[str, Layout] | None,
+        hosted: frozenset[str] | None,
     ) -> CompiledStep:
         """Capture, plan and emit one program; see `StepCompiler`."""
         program = self.ranks.all_succeed(lambda: self._captured(model, args, kwargs))
-        options = replace(self.options, parameter_layouts=parameter_layouts)
+        options = replace(self.options, parameter_layouts=parameter_layouts, hosted=hosted)
         text = self.ranks.first_decides(lambda: _pack(plan_or_follow(program, self.mesh, options, self.plan)))
         assignment, plan = _unpack(text)
         local = self.ranks.all_succeed(lambda: emit(program, assignment, self.geometry))
@@ -83,8 +87,8 @@ def plan_or_follow(program: Program, mesh: Mesh, options: Options, plan: Plan | 
     if plan is None or (options.parameter_layouts is not None and plan.model_hash != program_hash(program)):
         return _noted(plan_program(program, mesh, options), program.notes)
 
-    def pick(planning: PlanningProblem) -> tuple[tuple[int, ...], Residency]:
-        return resolve(planning, plan), residency_of(planning.decisions, plan)
+    def pick(planning: PlanningProblem, hosting: Hosting) -> tuple[tuple[int, ...], Residency]:
+        return resolve(planning, plan), residency_of(planning.decisions, plan, hosting)
 
     planned = price_choice(program, mesh, options, pick, plan.search)
     return _noted(planned, (*program.notes, *what_was_recomputed(plan, planned.plan)))

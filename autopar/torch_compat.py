@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.multiprocessing.spawn import ProcessContext, spawn
@@ -38,6 +40,7 @@ __all__ = [
     "autograd_sequence_number",
     "below_torch_functions",
     "broadcast_shapes",
+    "dtensor_of",
     "has_kernel",
     "is_cuda_built",
     "is_implicit_composite",
@@ -213,6 +216,24 @@ def wrapper_tensor(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
 def set_dtensor_content(tensor: DTensor, content: DTensor) -> None:
     """Let `tensor` hold the shard and the placements of `content`: same shape, same object as before."""
     tensor._local_tensor, tensor._spec = content._local_tensor, content._spec
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """The DTensor of which this rank holds `local`, left where it lies; `DTensor.from_local` moves it to the device."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    make: Callable[..., DTensor] = DTensor
+    return make(local, spec, requires_grad=False)
+
+
+def swap_content(parameter: DTensor, content: DTensor) -> None:
+    """Let a parameter be `content`, on another device: the same object, under the same hooks."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    fresh = torch.nn.Parameter(content, requires_grad=parameter.requires_grad)
+    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+    swap(parameter, fresh)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def run_load_hooks(optimizer: torch.optim.Optimizer) -> None:

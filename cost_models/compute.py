@@ -23,7 +23,7 @@ Mask: TypeAlias = Literal["none", "causal", "dense"]
 ROOFLINE = "Williams, Waterman and Patterson, CACM 52(4), 2009 (roofline); curve: the profile's source"
 _launch, _peak, _efficiency, _ramp, _tile = symbols("launch_s peak_flops_per_s efficiency ramp_s tile")
 _rate, _vector = symbols("memory_bytes_per_s vector_flops_per_s")
-_kernel, _host = symbols("kernel_bytes_per_s host_bytes_per_s")
+_kernel, _host, _host_step = symbols("kernel_bytes_per_s host_bytes_per_s host_step_bytes_per_s")
 _moved, _flops, _cache, _cache_rate = symbols("moved_bytes flops cache_bytes cache_bytes_per_s")
 _batch, _m, _n, _k, _element = symbols("batch m n k element_bytes")
 _MEMORY_UNITS = {"memory_bytes_per_s": "B/s", "cache_bytes": "B", "cache_bytes_per_s": "B/s"}
@@ -64,6 +64,13 @@ HOST_COPY = Formula(
     {"moved_bytes": "B", "host_bytes_per_s": "B/s", "launch_s": "s"},
     "the profile's host link",
     leaves_out="memory that is not pinned",
+)
+HOST_STEP = Formula(
+    "optimizer step on the host",
+    _moved / _host_step,
+    {"moved_bytes": "B", "host_step_bytes_per_s": "B/s"},
+    "memory-bound; the rate: see cost_models.hardware.HOST_STEP_BYTES_PER_S",
+    leaves_out="what the device computes meanwhile",
 )
 KERNEL = Formula(
     "measured op",
@@ -216,6 +223,14 @@ def optimizer_step_price(
     """The price that `optimizer_step_seconds` gives the value of."""
     moved = 2.0 * parameter_bytes + 1.0 * gradient_bytes + 2.0 * state_bytes
     return memory_bound_price(device, moved)
+
+
+def host_step_price(device: Device, parameter_bytes: Numeric, gradient_bytes: Numeric, state_bytes: Numeric) -> Priced:
+    """The price of an optimizer's step on the host: what `optimizer_step_price` moves, through the host's memory."""
+    if device.is_host:
+        return optimizer_step_price(device, parameter_bytes, gradient_bytes, state_bytes)
+    moved = 2.0 * parameter_bytes + 1.0 * gradient_bytes + 2.0 * state_bytes
+    return Priced(HOST_STEP, {"moved_bytes": moved, "host_step_bytes_per_s": device.host_step_bytes_per_s})
 
 
 def host_copy_seconds(device: Device, moved_bytes: Numeric) -> Number:

@@ -47,6 +47,11 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
+HOST_STEP_BYTES_PER_S = 2e10
+"""A round estimate: AdamW of 2^24 float32 elements on one core of a shared x86_64 (torch 2.13, 2026-12-01) moves 4.8e9
+bytes/s of parameters, gradients and states by default, and 2.7e10 with `fused=True`; a rank has several cores."""
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulCurve:
     """How near to its peak a device multiplies: time = flops / (peak * efficiency) + ramp_s.
@@ -96,6 +101,7 @@ class Device:
     attention_backward_efficiency: float
     convolution_efficiency: float
     host_bytes_per_s: float  # to host memory, for offload
+    host_step_bytes_per_s: float = HOST_STEP_BYTES_PER_S  # moved by an optimizer's step of what lies on the host
     is_host: bool = False  # the device is the host: what is offloaded lies in the same memory
     cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
     cache_bytes_per_s: float = 0.0
@@ -114,7 +120,7 @@ class Device:
         for dtype, flops in self.peak_flops.items():
             require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
             require(dtype in self.matmul, f"{self.name}: no matmul curve for {dtype!r}")
-        for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s"):
+        for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s", "host_step_bytes_per_s"):
             require(getattr(self, name) > 0, f"{self.name}: {name} is not above 0")
         for name in ("memory_efficiency", "attention_forward_efficiency", "attention_backward_efficiency",
                      "convolution_efficiency"):  # fmt: skip

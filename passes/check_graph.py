@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from autopar.capture.program import OutputKind, results_of
 from autopar.passes.collectives import is_collective, is_wait
+from autopar.passes.copies import is_copy, is_copy_wait
 from autopar.passes.moves import move
 from autopar.passes.pack_saved import PACKS, owner
 from autopar.passes.split_phases import backward_nodes
@@ -54,6 +56,19 @@ def check_packed(gm: fx.GraphModule, job: Emission) -> None:
         for source in node.all_input_nodes:
             if source not in late and PACKS not in source.meta and source.op == "call_function":
                 assert owner(view_root(source)) not in job.assignment.packed, f"{node.name} reads {source.name}, packed"
+
+
+def check_hosted(gm: fx.GraphModule, job: Emission) -> None:
+    """What lies on the host is read by copies to the device alone, and its gradient leaves as a copy on the host."""
+    hosted = job.assignment.hosted
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in hosted:
+            readers = [user.name for user in node.users if not (is_copy(user) or is_copy_wait(user))]
+            assert not readers, f"{node.name} is on the host, and {readers} read it"
+    names = {item.name for item in job.program.inputs if item.node in hosted}
+    for output, node in zip(job.program.outputs, results_of(gm.graph), strict=True):
+        if output.kind is OutputKind.GRADIENT and output.name in names and node is not None:
+            assert is_copy_wait(node), f"the gradient of {output.name} stays on the device"
 
 
 def check_values(gm: fx.GraphModule, job: Emission) -> None:

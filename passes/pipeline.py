@@ -10,7 +10,15 @@ from torch import fx
 from autopar.capture.program import InputKind, Program
 from autopar.collector import collector_paused
 from autopar.fake_calls import FakeCalls
-from autopar.passes.check_graph import check_moves_agree, check_packed, check_recomputed, check_values, check_waits
+from autopar.passes.check_graph import (
+    check_hosted,
+    check_moves_agree,
+    check_packed,
+    check_recomputed,
+    check_values,
+    check_waits,
+)
+from autopar.passes.host_parameters import host_parameters
 from autopar.passes.insert_moves import insert_moves
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.localize import fake_mode_of, localize
@@ -52,6 +60,11 @@ SHARED_PASSES: tuple[Pass, ...] = (
 RANK_PASSES: tuple[Pass, ...] = (
     Pass("localize", lambda gm, job: localize(gm, job.assignment, job.geometry, job.fake_calls), check_values),
     Pass("schedule_collectives", lambda gm, _: schedule_collectives(gm), check_waits),
+    Pass(
+        "host_parameters",
+        lambda gm, job: host_parameters(gm, job.program, job.assignment.hosted, job.geometry, job.fake_calls),
+        check_hosted,
+    ),
     Pass(
         "pack_saved",
         lambda gm, job: pack_saved(gm, job.program, job.assignment.packed, job.geometry, job.fake_calls),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UnsupportedOptionError
+from autopar.sharding.dtensors import as_dtensor, redistributed
 from autopar.sharding.layout import REPLICATE, Layout, local_chunk, shard_dim
 
 
@@ -56,18 +56,14 @@ class Cut:
         """The tensor of which this rank holds `local`."""
         if self.mesh is None:
             return local
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        return DTensor.from_local(
-            local, self.mesh, self.layout, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
-        )
+        return as_dtensor(local, self.mesh, self.layout, self.shape)
 
     def part(self, value: Tensor) -> Tensor:
         """This rank's shard of a value that lies in any layout, or that every rank holds in full."""
         if self.mesh is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
         if isinstance(value, DTensor):
-            moved = value if tuple(value.placements) == self.layout else value.redistribute(self.mesh, self.layout)
-            return moved.to_local()
+            return redistributed(value, self.layout).to_local()
         offsets, lengths = self.own
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             value = value.narrow(dim, offset, length)
@@ -137,6 +133,7 @@ def reduce_in_place(statistics: Sequence[Statistic], op: dist.ReduceOp.RedOpType
     for mesh, axis, dtype, device in sorted(together, key=lambda key: (key[1], str(key[2]), str(key[3]))):
         values = together[mesh, axis, dtype, device]
         flat = torch.cat([value.reshape(-1) for value in values])
+        flat = flat.to(mesh.device_type)  # of what lies on the host
         dist.all_reduce(flat, op, group=mesh.get_group(axis))
         start = 0
         for value in values:

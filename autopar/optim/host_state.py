@@ -18,7 +18,7 @@ from autopar.errors import UnsupportedOptionError
 from autopar.ops import packing as _packing  # noqa: F401  (registers the ops)
 from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import local_of
-from autopar.torch_compat import run_load_hooks
+from autopar.torch_compat import dtensor_of, run_load_hooks
 
 State = dict[str, Any]
 Groups = Sequence[Mapping[str, Any]]
@@ -138,7 +138,7 @@ class _Copy:
         if not isinstance(value, DTensor):
             return local
         layout, shape, stride = value.placements, value.shape, value.stride()
-        return DTensor.from_local(local, value.device_mesh, layout, run_check=False, shape=shape, stride=stride)
+        return dtensor_of(local, value.device_mesh, layout, shape, stride)
 
 
 def _copying(value: Any, op: Any, *device: torch.device) -> Any:

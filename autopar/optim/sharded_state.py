@@ -1,4 +1,4 @@
-"""ZeRO stage 1 for any optimizer: ranks that hold the same parameter divide its optimizer state among them."""
+"""ZeRO stages 1 and 2 for any optimizer: ranks that hold the same parameter divide its optimizer state among them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from autopar.errors import UnsupportedOptionError
 from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, cut_of, gradient_of, local_of
 from autopar.sharding.layout import REPLICATE, Layout, chunk, local_shape, shard_dim
@@ -34,22 +35,35 @@ def state_layout(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
     return tuple(result)
 
 
+STAGES = (1, 2)
+
+
 class ShardedState(ClosureStep):
-    """Steps an optimizer on shards of replicated parameters, then gathers them: ZeRO stage 1.
+    """Steps an optimizer on shards of replicated parameters, then gathers them: ZeRO stages 1 and 2.
 
     `ShardedState(pmodel.parameters(), torch.optim.AdamW, lr=3e-4)`; to count its state when planning, give
     `optimizer=functools.partial(ShardedState, optimizer=torch.optim.AdamW)`. Each rank keeps the state of a part of
     every parameter that it holds in common with others, updates that part in place, and receives the other parts: the
     bytes of an all-gather for state divided by the number of replicas. Parameters that are cut over every axis, or are
-    no DTensors, are stepped as they are. What the optimizer computes per element, and what `autopar.optim` computes per
-    row or block, stays what it is on one device.
+    no DTensors, are stepped as they are. With `stage=2` a plan leaves each rank the gradient of its part alone: sums
+    over ranks are scattered, not given to all. What the optimizer computes per element, and what `autopar.optim`
+    computes per row or block, stays what it is on one device.
 
     Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     SC 2020, section 5.1.
     """
 
-    def __init__(self, params: ParamsT, optimizer: Callable[..., Optimizer], **options: Any) -> None:
-        """`optimizer`: a class or factory, called with parameters (or groups of them) and the options."""
+    def __init__(self, params: ParamsT, optimizer: Callable[..., Optimizer], *, stage: int = 1, **options: Any) -> None:
+        """`optimizer`: a class or factory, called with parameters (or groups of them) and the options.
+
+        `stage`: of ZeRO, 1 or 2. It tells a planner how gradients are to lie; any are stepped.
+        """
+        if stage not in STAGES:
+            raise UnsupportedOptionError(
+                f"stage={stage!r} of ZeRO is not the optimizer's to choose",
+                fix="give 1 or 2; stage 3 is a plan that stores parameters in shards, as search='fsdp'",
+            )
+        self.stage = stage
         super().__init__(params, {})
         self._layouts: dict[Tensor, Layout] = {}
         self._parts: dict[Tensor, Tensor] = {}
@@ -107,9 +121,7 @@ class ShardedState(ClosureStep):
         if part is not parameter:
             part.grad = None
             if parameter.grad is not None:
-                cut = cut_of(part)
-                held = gradient_of(parameter, cut_of(parameter))
-                part.grad = cut.whole(_narrowed(held, cut_of(parameter), cut))
+                part.grad = _own_gradient(parameter, cut_of(part))
         return part
 
     def _part(self, parameter: Tensor) -> Tensor:
@@ -124,6 +136,14 @@ class ShardedState(ClosureStep):
                 part = fine.whole(_narrowed(local_of(parameter).detach(), cut, fine))
                 self._parts[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         return self._parts[parameter]
+
+
+def _own_gradient(parameter: Tensor, fine: Cut) -> Tensor:
+    """The gradient of a rank's part of a parameter, which each rank may hold alone, or all of them in full."""
+    gradient, cut = parameter.grad, cut_of(parameter)
+    if isinstance(gradient, DTensor) and tuple(gradient.placements) == fine.layout:
+        return gradient.detach()
+    return fine.whole(_narrowed(gradient_of(parameter, cut), cut, fine))
 
 
 def _narrowed(held: Tensor, cut: Cut, fine: Cut) -> Tensor:

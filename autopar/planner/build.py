@@ -98,7 +98,8 @@ def assignment_of(
     again = frozenset(decisions[index].node for index in residency.recomputed)
     once = frozenset(decisions[index].node for index in residency.gathered_once)
     packed = SavedForms(decisions).packed(residency) if residency.packed else {}
-    return Assignment(mesh_shape, strategies, inputs, outputs, again, once, packed)
+    hosted = frozenset(decisions[index].node for index in residency.hosted)
+    return Assignment(mesh_shape, strategies, inputs, outputs, again, once, packed, hosted)
 
 
 @collector_paused()

@@ -8,7 +8,7 @@ from functools import cached_property
 from autopar.cost_models.simulator import StepOps
 from autopar.planner.build import PlanningProblem
 from autopar.planner.fit import Fitted
-from autopar.planner.measure import Measured, host_state, measured_program
+from autopar.planner.measure import Measured, host_state, hosted_state, measured_program
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
@@ -58,7 +58,9 @@ class Candidate:
     @property
     def host_bytes(self) -> int:
         """The most on one rank's host: what is offloaded at once, and optimizer state."""
-        return self.measured.timeline.host_peak_bytes + sum(host_state(self.planning, self.choice))
+        away = host_state(self.planning, self.choice, self.residency).values()
+        of_hosted = hosted_state(self.planning, self.choice, self.residency)
+        return self.measured.timeline.host_peak_bytes + sum(away) + of_hosted
 
     @property
     def fitted(self) -> Fitted:
@@ -79,7 +81,9 @@ class Candidate:
         """
         decisions = self.planning.decisions
         always = sum(
-            int(item.bytes[pick]) for item, pick in zip(decisions, self.choice, strict=True) if item.kind in HELD
+            int(item.bytes[pick])
+            for index, (item, pick) in enumerate(zip(decisions, self.choice, strict=True))
+            if item.kind in HELD and index not in self.residency.hosted
         )
         moves = self.planning.moves(self.choice, self.prices)
         once = self.residency.gathered_once

@@ -20,6 +20,11 @@ Array = npt.NDArray[np.float64]
 LENGTHS = 9  # of the order, from nothing dropped to all of it, among which to look for one that fits
 
 
+def on_host(index: int) -> int:
+    """A parameter in the order, apart from its gathered copy, which has the parameter's index."""
+    return ~index
+
+
 @dataclass(frozen=True)
 class CheapestFirst:
     """Residencies of one choice of layouts, from nothing dropped to all that may be."""
@@ -28,11 +33,14 @@ class CheapestFirst:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Saved values and gathered copies by seconds per byte, without those that are pinned."""
+        """Saved values, gathered copies, parameters (as `on_host`) by seconds per byte, without what is pinned."""
         of, gathers = self.of, self.of.moves.gathers
         found = [(gather.seconds / gather.bytes, index) for index, gather in gathers.items() if gather.bytes]
         found += [(self._seconds(index) / held, index) for index, held in of.bytes.items() if held]
-        return tuple(index for _, index in sorted(found) if of.pins.get(index) is None)
+        found = [item for item in found if of.pins.get(item[1]) is None]
+        hosting, choice = of.packed.packing.hosting, of.choice
+        found += [(of.seconds_on_host(it) / hosting.bytes(it, choice[it]), on_host(it)) for it in of.open]
+        return tuple(index for _, index in sorted(found))
 
     def _seconds(self, index: int) -> float:
         word = self.words.get(index)
@@ -76,9 +84,11 @@ class CheapestFirst:
         of, gathers = self.of, self.of.moves.gathers
         first = {*dropped, *(index for index, pin in of.pins.items() if pin == "recompute")}
         packed = {(index, self.words[index]) for index in dropped if index in self.words}
-        packed |= {(index, pin) for index, pin in of.pins.items() if pin in PACKED}
+        packed |= {(index, pin) for index, pin in of.pins.items() if pin in PACKED and index in of.saved.values}
         again = of.saved.closed((first & of.saved.values.keys()) - {index for index, _ in packed})
-        return with_gathers(Residency(again, packed=frozenset(packed)), gathers, gathers.keys() - first)
+        hosted = of.given | {index for index in of.open if on_host(index) in dropped}
+        own = Residency(again, packed=frozenset(packed), hosted=hosted)
+        return with_gathers(own, gathers, gathers.keys() - first)
 
     def _levels(self, dropped: Collection[int], constant: Array) -> Array:
         return self.of.levels(self.residency(dropped), constant)

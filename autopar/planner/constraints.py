@@ -16,6 +16,8 @@ from autopar.errors import ConstraintError, PlanFormatError
 from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
+from autopar.planner.hosting import Hosting
+from autopar.planner.residency import HOSTED
 from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import late_decisions
 from autopar.sharding.layout import Layout, format_layout, parse_layout
@@ -132,9 +134,9 @@ def pinned_decisions(planning: PlanningProblem, constraints: tuple[Constraint, .
     return tuple(sorted({index for item in layouts for index in _matching(planning, item.pattern)}))
 
 
-def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...]) -> dict[int, str]:
+def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...], hosting: Hosting) -> dict[int, str]:
     """The residencies of pinned ops of the forward and parameters. Raises ConstraintError where none matches, or where
-    none of those that match can be packed so: the others are left as they are."""
+    none of those that match can be packed so, or lie on the host: the others are left as they are."""
     pins: dict[int, str] = {}
     late = late_decisions(planning.decisions) if any(item.is_residency for item in constraints) else []
     forms = SavedForms(planning.decisions)
@@ -145,7 +147,13 @@ def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...
         matched = [index for index, kind in kinds.items() if kind == "parameter" or (kind == "op" and not late[index])]
         why = "no op of the forward and no parameter"
         if constraint.layout in PACKED:
-            reasons = {index: forms.why_not(index, constraint.layout) for index in kinds}
+            hosts = constraint.layout == HOSTED
+            reasons = {
+                index: hosting.why_not(index)
+                if hosts and kind == "parameter"
+                else forms.why_not(index, constraint.layout)
+                for index, kind in kinds.items()
+            }
             matched = [index for index, reason in reasons.items() if not reason]
             why = reasons[min(reasons)] if reasons else why
         if not matched:

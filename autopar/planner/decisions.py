@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -208,7 +208,8 @@ class DecisionList:
         return sum(local_bytes(spec, layout, self.mesh_shape) for spec, layout in pairs if spec is not None)
 
     def _add_results(self) -> None:
-        """Gradients take their parameter's layout; a loss, a buffer and an outside output are replicated.
+        """Gradients take their parameter's layout, or that of its optimizer's state (ZeRO-2); a loss, a buffer and an
+        outside output are replicated.
 
         What goes to another pipeline stage leaves in any layout that the other can take.
         """
@@ -222,7 +223,7 @@ class DecisionList:
             spec = producer.specs[source.output]
             assert spec is not None
             parameter = parameters.get(output.name) if output.kind is OutputKind.GRADIENT else None
-            layouts = tuple(strategy.outputs[0] for strategy in parameter.strategies) if parameter else ()
+            layouts = tuple(self._gradient_layouts(parameter)) if parameter else ()
             if output.kind is OutputKind.LEAVING or output.is_between_stages:
                 layouts = self._even_layouts(spec)
             layouts = layouts or (replicated(len(self.mesh_shape)),)
@@ -246,6 +247,13 @@ class DecisionList:
                     group=(kind, parameter.group if parameter else output.name, producer.group),
                 )
             )
+
+    def _gradient_layouts(self, parameter: Decision) -> Iterator[Layout]:
+        """How its gradient leaves under each strategy of a parameter."""
+        spec = parameter.specs[0]
+        assert spec is not None
+        for strategy in parameter.strategies:
+            yield self.optimizer.gradient_layout(spec, strategy.outputs[0], self.mesh_shape)
 
     def _result(
         self, spec: TensorSpec, layouts: tuple[Layout, ...]

@@ -13,6 +13,7 @@ from autopar.capture.program import InputKind, OutputKind
 from autopar.cost_models.simulator import TimedOp
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
+from autopar.passes.host_parameters import ON_HOST
 from autopar.passes.pipeline import LocalProgram
 from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes, copied_over_bytes
 from autopar.planner.optimizer_state import Optimizer
@@ -83,7 +84,8 @@ class _Walk:
         full = {node.name: spec_of(node.meta["val"]) for node in parameters}
         for node in self.local.forward.graph.nodes:
             if node.op == "placeholder" and names.get(node.name) in trained:
-                seconds = self.prices.optimizer(optimizer, full[node.name], node.meta["layout"])
+                step = self.prices.hosted_optimizer if node.meta.get(ON_HOST) else self.prices.optimizer
+                seconds = step(optimizer, full[node.name], node.meta["layout"])
                 self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
 
 

@@ -84,17 +84,21 @@ class Fit:
 
     @cached_property
     def fastest(self) -> Residency:
-        """The residency where memory does not matter: nothing recomputed but what is pinned, copies kept."""
+        """The residency where memory does not matter: nothing recomputed but what is pinned, and copies kept, but those
+        of parameters on the host."""
         decisions = self.planning.decisions
         again = {index for index, pin in self.pins.items() if pin == "recompute" and decisions[index].kind == "op"}
-        kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute"}
+        given = self.of.given
+        kept = {index for index in self.moves.gathers if self.pins.get(index) != "recompute" and index not in given}
         recomputed = self.saved.closed(again) if again else frozenset()
-        return with_gathers(Residency(recomputed, packed=self._pinned), self.moves.gathers, kept)
+        own = Residency(recomputed, packed=self._pinned, hosted=given)
+        return with_gathers(own, self.moves.gathers, kept)
 
     @property
     def _pinned(self) -> frozenset[tuple[int, str]]:
         """What is to be packed."""
-        return frozenset((index, pin) for index, pin in self.pins.items() if pin in PACKED)
+        ops = {index: pin for index, pin in self.pins.items() if self.planning.decisions[index].kind == "op"}
+        return frozenset((index, pin) for index, pin in ops.items() if pin in PACKED)
 
     @cached_property
     def least_s(self) -> float:
@@ -103,11 +107,14 @@ class Fit:
 
     @cached_property
     def checkpointed(self) -> Residency:
-        """Only what crosses a narrow cut of the forward is kept: measured, it shows how little the rest may hold."""
+        """Only what crosses a narrow cut of the forward is kept, and parameters are on the host: measured, it shows how
+        little the rest may hold."""
         pinned = {index for index, pin in self.pins.items() if pin != "recompute"}
         again = self.saved.values.keys() - self.saved.checkpoints - pinned
         kept = self.moves.gathers.keys() & pinned
-        return with_gathers(Residency(self.saved.closed(again), packed=self._pinned), self.moves.gathers, kept)
+        hosted = self.of.given | {*self.of.open}
+        own = Residency(self.saved.closed(again), packed=self._pinned, hosted=hosted)
+        return with_gathers(own, self.moves.gathers, kept)
 
     def measured(self, residency: Residency) -> Fitted:
         """What the emitted program then holds."""
@@ -127,12 +134,14 @@ class Fit:
         views = {index for index in residency.recomputed if is_view(self.planning.decisions[index])}
         changed = Residency(frozenset(active | views), residency.gathered_once)
         packing = sum(self.packed.seconds(index, word, self.choice[index]) for index, word in sorted(residency.packed))
-        return again + packing + self.moves.backward(changed) - self.moves.backward(USUAL)
+        hosting = self.packing.hosting
+        hosted = sum(hosting.seconds(index, self.choice[index]) for index in sorted(residency.hosted))
+        return again + packing + hosted + self.moves.backward(changed) - self.moves.backward(USUAL)
 
     def recompute_s(self, residency: Residency) -> float:
         """Seconds spent on recomputing: over the same residency with nothing recomputed."""
         kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(residency)}
-        same = with_gathers(Residency(packed=residency.packed), self.moves.gathers, kept)
+        same = with_gathers(Residency(packed=residency.packed, hosted=residency.hosted), self.moves.gathers, kept)
         return self.seconds(residency) - self.seconds(same) if residency != same else 0.0
 
     def problem(self, fitted: Fitted) -> Problem:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from autopar.planner.recomputation import is_there, states_of
 from autopar.planner.residency import Residency
 from autopar.planner.saved_values import (
     KEEP,
+    ON_HOST,
     Packed,
     Piece,
     SavedValue,
@@ -48,6 +49,8 @@ class Joint:
     problem: Problem
     states: tuple[tuple[State, ...], ...]
     saved: SavedValues
+    parameters: tuple[int, ...] = ()  # those that may be put on the host, or not
+    given: frozenset[int] = frozenset()  # those that lie there in any case
 
     def choice(self, picks: tuple[int, ...]) -> tuple[int, ...]:
         """The strategies of the decisions under a choice of the problem."""
@@ -58,7 +61,9 @@ class Joint:
         picked = {index: self.states[index][picks[index] % len(self.states[index])] for index in self.saved.values}
         again = {index for index, state in picked.items() if isinstance(state, int)}
         packed = frozenset((index, state.word) for index, state in picked.items() if isinstance(state, Packed))
-        return Residency(self.saved.closed(again), packed=packed)
+        states = ((index, self.states[index][picks[index] % len(self.states[index])]) for index in self.parameters)
+        hosted = self.given | {index for index, state in states if state == ON_HOST}
+        return Residency(self.saved.closed(again), packed=packed, hosted=hosted)
 
 
 def joint_problem(planning: PlanningProblem, pins: Mapping[int, str], packing: Packing, limit: float) -> Joint | None:
@@ -73,13 +78,9 @@ class _Builder:
         self.planning, self.base = planning, planning.problem
         self.packed, self.saved = packed, packed.saved.values
         self.roots, self.count = roots_of(planning.decisions), len(planning.decisions)
-        none: tuple[State, ...] = (KEEP,)
-        self.states = tuple(
-            states_of(self.saved[index], pins.get(index), self._packed_states(index, pins.get(index)))
-            if index in self.saved
-            else none
-            for index in range(len(planning.decisions))
-        )
+        self.hosting, self.given = packed.packing.hosting, packed.packing.hosting.given(pins)
+        self.open = packed.packing.hosting.open(pins)
+        self.states = tuple(self._states(index, pins.get(index)) for index in range(self.count))
         self.costs: list[Matrix] = []
         self.usages: list[Matrix] = []
         self.intervals: list[tuple[int, int]] = []
@@ -87,6 +88,18 @@ class _Builder:
         self.edge_costs: list[Matrix] = []
         self.groups: list[object] = []
         self.known: dict[object, Matrix] = {}  # what repeated layers share
+
+    def _states(self, index: int, pin: str | None) -> tuple[State, ...]:
+        """What may become of a value; of a parameter and of its gradient, which goes where it lies, if it may move."""
+        if index in self.saved:
+            return states_of(self.saved[index], pin, self._packed_states(index, pin))
+        return (KEEP, ON_HOST) if index in self._movable else (KEEP,)
+
+    @cached_property
+    def _movable(self) -> set[int]:
+        names = {self.planning.decisions[index].name for index in self.open}
+        gradients = (index for index, item in enumerate(self.planning.decisions) if item.kind == "gradient")
+        return {*self.open, *(index for index in gradients if self.planning.decisions[index].name in names)}
 
     def _packed_states(self, index: int, pin: str | None) -> tuple[Packed, ...]:
         """Unless it is pinned, only what costs next to nothing: the rest is for `Fit`."""
@@ -125,12 +138,14 @@ class _Builder:
             self._add_presence(edge, first, second)
         for index, value in self.saved.items():
             self._add_pieces(index, value)
+        for index in self.open:
+            self._add_copies(index)
         numbers: dict[object, int] = {}
         problem = Problem(
             tuple(self.costs), tuple(self.usages), tuple(self.intervals), tuple(self.edges), tuple(self.edge_costs),
             limit, tuple(numbers.setdefault(group, len(numbers)) for group in self.groups),
         )  # fmt: skip
-        return Joint(problem, self.states, self.packed.saved)
+        return Joint(problem, self.states, self.packed.saved, self.open, self.given)
 
     def _pairs(self) -> int:
         groups = self.base.groups
@@ -161,7 +176,9 @@ class _Builder:
         assert self.base.groups is not None
         key = "costs", id(costs), id(self.planning.decisions[index].seconds), *self._alike(index)
         self.costs.append(self._once(key, lambda: self._costs(index)))
-        self.usages.append(self._once(("usages", id(usages), len(states)), lambda: np.repeat(usages, len(states))))
+        on_device = np.array([state != ON_HOST for state in states], dtype=np.float64)
+        key = "usages", id(usages), tuple(on_device)
+        self.usages.append(self._once(key, lambda: np.outer(usages, on_device).reshape(-1)))
         end = moment(high, 0, self.count) if value is None else value.forward_end
         self.intervals.append((moment(low, 0, self.count), end))
         self.groups.append((self.base.groups[index], kinds))
@@ -170,7 +187,7 @@ class _Builder:
         """What the packed forms of two values that are alike have in common."""
         value, decision = self.saved.get(index), self.planning.decisions[index]
         if value is None:
-            return (self._kinds(index),)
+            return self._kinds(index), self.hosting.hidden_s(index) if index in self.open else ()
         hidden = bool(self.packed.packing.words) and index in self.packed.packing.link.hidden
         return self._kinds(index), value.outputs, value.is_read_forward, hidden, id(decision.strategies)
 
@@ -183,6 +200,8 @@ class _Builder:
         seconds = np.where(costs < FORBIDDEN, self.planning.decisions[index].seconds, 0.0)
         total: Matrix = costs[:, None] + seconds[:, None] * again[None, :]
         for place, state in enumerate(states):
+            if state == ON_HOST and self.planning.decisions[index].kind == "parameter":
+                total[:, place] += [self.hosting.seconds(index, pick) for pick in range(len(costs))]
             if isinstance(state, Packed):
                 total[:, place] += [self.packed.seconds(index, state.word, pick) for pick in range(len(costs))]
         return total.reshape(-1)
@@ -210,6 +229,9 @@ class _Builder:
                 is_held = state == KEEP or isinstance(state, Packed)
                 repeated = kept if is_held and not is_view(self.planning.decisions[first]) else base
                 total[:, place, :, recomputed] += np.where(base < FORBIDDEN, repeated, 0.0)
+        if argument < 0 and len(sources) == len(readers) > 1:  # a gradient goes where its parameter lies
+            for place in range(len(sources)):
+                total[:, place, :, [it for it in range(len(readers)) if it != place]] = float(FORBIDDEN)
         if second in self.viewed:
             total += np.where((base < FORBIDDEN) & ~self._moves_once(first, second, argument), base, 0.0)[
                 :, None, :, None
@@ -252,6 +274,28 @@ class _Builder:
             return isinstance(reader, int) and not self.packed.forms.is_whole(root, state.word)
         return not is_there(0 if isinstance(state, int) else state, reader)
 
+    def _add_copies(self, index: int) -> None:
+        """What a parameter on the host holds on the device, in whatever layout it lies."""
+        decision = self.planning.decisions[index]
+        per_pick = [list(self.hosting.copies(index, pick)) for pick in range(len(decision.strategies))]
+        for number, lives in enumerate(zip(*per_pick, strict=True)):
+            bytes_ = np.array([life[2] for life in lives])
+            key = "copy", tuple(bytes_.tolist())
+            amounts = self._once(key, partial(self._on_host_only, bytes_))
+            self._hold(index, lives[0][0], lives[0][1], ("copy", number), amounts, key)
+
+    def _on_host_only(self, bytes_: Matrix) -> Matrix:
+        return np.outer(bytes_, [0.0, 1.0]).reshape(-1)
+
+    def _hold(self, index: int, start: int, end: int, name: object, amounts: Matrix, key: object) -> None:
+        """A follower that holds, from `start` to `end`, as much as a decision's choice says."""
+        levels = self._once((key, "levels"), lambda: np.unique([0.0, *amounts]))
+        self.costs.append(self._once(("nothing", len(levels)), lambda: np.zeros(len(levels))))
+        self.usages.append(levels)
+        self.intervals.append((start, end))
+        self.groups.append((self.groups[index], name, tuple(levels)))
+        self._link(index, len(self.costs) - 1, self._once((key, "link"), lambda: _same(amounts, levels)))
+
     def _add_pieces(self, index: int, value: SavedValue) -> None:
         for number, piece in enumerate(self.packed.pieces(index, value, value.pieces(self.count))):
             self._add_piece(index, value, number, piece)
@@ -263,12 +307,7 @@ class _Builder:
         amounts = self._once(key, lambda: self._held(index, value, piece, active))
         if not amounts.any():
             return
-        levels = self._once((key, "levels"), lambda: np.unique([0.0, *amounts]))
-        self.costs.append(self._once(("nothing", len(levels)), lambda: np.zeros(len(levels))))
-        self.usages.append(levels)
-        self.intervals.append((piece.start, piece.end))
-        self.groups.append((self.groups[index], "held", number, tuple(levels)))
-        self._link(index, len(self.costs) - 1, self._once((key, "link"), lambda: _same(amounts, levels)))
+        self._hold(index, piece.start, piece.end, ("held", number), amounts, key)
 
     def _held(self, index: int, value: SavedValue, piece: Piece, active: npt.NDArray[np.bool_]) -> Matrix:
         """Bytes that a value holds in one of its pieces, by strategy and state."""

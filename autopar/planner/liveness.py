@@ -16,15 +16,16 @@ from torch import fx
 
 from autopar.capture.program import InputKind, results_of
 from autopar.passes.collectives import collective_kind, is_collective, is_wait
-from autopar.passes.copies import OFFLOAD
+from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
+from autopar.passes.host_parameters import ON_HOST
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.storages import storages_of, view_root
 
 Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "gathered", "collective"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HOST: Literal["host"] = "host"  # what is offloaded: counted apart
+HOST: Literal["host"] = "host"  # what is offloaded, and parameters that lie there: counted apart
 """saved: read by the backward. collective: what a collective wrote, and what ops of the same move made of it; gathered:
-the same, of a parameter."""
+the same of a parameter, and a copy on the device of one that lies on the host."""
 
 _INPUT_KINDS: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 Storage = int  # identity of a fake storage within one program
@@ -181,22 +182,28 @@ class _Lifetimes:
         self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
 
     def _kind_of(self, node: fx.Node) -> Kind | Literal["host"]:
+        if node.meta.get(ON_HOST) or node.target is OFFLOAD:
+            return HOST
         if node.op == "placeholder":
             kind = self.kinds.get(node.name)
             return "input" if kind is None else _INPUT_KINDS.get(kind, "input")
         if node.op == "get_attr":
             return "buffer"
-        if node.target is OFFLOAD:
-            return HOST
-        if not (is_collective(node) or "move" in node.meta):
+        if not (is_copy(node) or self._is_moved(node)):
             return "activation"
-        return "gathered" if self._is_of_parameter(node) else "collective"
+        if self._is_of_parameter(node):
+            return "gathered"
+        return "activation" if is_copy(node) else "collective"
+
+    def _is_moved(self, node: fx.Node) -> bool:
+        return is_collective(node) or is_wait(node) or "move" in node.meta
 
     def _is_of_parameter(self, node: fx.Node) -> bool:
         """Whether what is moved is a parameter, or a view of one."""
-        while node.all_input_nodes and (is_collective(node) or is_wait(node) or "move" in node.meta):
-            node = node.all_input_nodes[0]
-        return self.kinds.get(view_root(node).name) is InputKind.PARAMETER
+        node = view_root(node)
+        while node.all_input_nodes and (self._is_moved(node) or is_copy(node) or is_copy_wait(node)):
+            node = view_root(node.all_input_nodes[0])
+        return self.kinds.get(node.name) is InputKind.PARAMETER
 
     def _hold_input_of_collective(self, wait: fx.Node, index: int) -> None:
         """A process group holds the input until the wait (all_reduce works on a copy of its own)."""
@@ -210,6 +217,9 @@ class _Lifetimes:
         """What the caller holds: inputs to the end, results from their graph's end on."""
         end = len(self.nodes) - 1
         saved = set(self.local.saved)
+        for node in self.nodes:
+            if node.meta.get(ON_HOST):
+                self.last |= dict.fromkeys(self._storages(node), end)
         for storage, kind in self.kind.items():
             if kind in ("parameter", "buffer", "input"):
                 self.last[storage] = end

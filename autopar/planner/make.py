@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from autopar.planner.constraints import Constraint, apply_constraints, residency
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
+from autopar.planner.hosting import Hosting
 from autopar.planner.in_flight_fit import saving_less
 from autopar.planner.joint import Joint, joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
@@ -31,6 +31,7 @@ from autopar.planner.move_buffers import peak_with_moves
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
+from autopar.planner.program_hash import program_hash
 from autopar.planner.recomputation import with_gathers
 from autopar.planner.reductions import reduced_after_casts
 from autopar.planner.residency import Residency
@@ -73,6 +74,13 @@ class Options:
     seed: int = 0
     discovery: Discovery | None = None
     compress: str = ""  # the residency that loses precision and may be chosen, if any
+    hosted: frozenset[str] | None = None  # the parameters that lie on the host, where that is fixed already
+    hosts_parameters: bool = True  # whether any may
+
+    @property
+    def of_stages(self) -> Options:
+        """For the stages of a pipeline: parameters lie on the devices, and gradients as their parameters do."""
+        return replace(self, hosts_parameters=False, optimizer=replace(self.optimizer, scatters_gradients=False))
 
     @property
     def search_name(self) -> str:
@@ -125,16 +133,6 @@ class Planned:
         return self.best.measured.local
 
 
-def program_hash(program: Program) -> str:
-    """Of the ops, their arguments and shapes, and of the parameters' names: what a plan is valid for."""
-    lines = [f"{item.kind.value} {item.name}" for item in program.inputs]
-    for node in program.graph_module.graph.nodes:
-        value = node.meta.get("val")
-        shape = getattr(value, "shape", None)
-        lines.append(f"{node.meta.get('key', node.name)} {tuple(shape) if shape is not None else ''}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
 def plan_program(program: Program, mesh: Mesh, options: Options) -> Planned:
     """The plan of least predicted time that fits. Raises MemoryLimitError, ConstraintError or PlanError."""
     return Planner(program, mesh, options).run()
@@ -161,13 +159,15 @@ class Planner:
         self.planning = apply_constraints(
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
         )
-        self.packing = Packing.of(decisions, self.prices, self.options.compress)
+        optimizer, hosted = self.options.optimizer, self.options.hosted
+        self.hosting = Hosting(decisions, self.prices, optimizer, hosted, is_allowed=self.options.hosts_parameters)
+        self.packing = Packing.of(decisions, self.prices, self.options.compress, self.hosting)
 
     def run(self) -> Planned:
         if self.options.search in HAND_PLANS:
             name = str(self.options.search)
             choice = self._hand_plan(name)
-            self.add(name, choice, self._checked(name, choice))
+            self.add(name, choice, self.checked(name, choice))
         else:
             self._search()
         self._recompute()
@@ -232,13 +232,15 @@ class Planner:
                 fix="optimizer=functools.partial(autopar.optim.ShardedState, optimizer=torch.optim.AdamW)",
             )
         free = replace(self.planning, problem=without_limit(self.planning.problem))
+        if name == "zero2" and self.options.optimizer.scatters_gradients:
+            name = "ddp"  # whose gradients and state are the optimizer's to divide
         return hand_plan(free, name, time_limit_s=self.budget.share_s, seed=self.options.seed)
 
     def as_solution(self, name: str, choice: tuple[int, ...]) -> Solution:
         cost = evaluate(without_limit(self.planning.problem), choice)
         return Solution(choice, cost, strategy=name)
 
-    def _checked(self, name: str, choice: tuple[int, ...]) -> Solution:
+    def checked(self, name: str, choice: tuple[int, ...]) -> Solution:
         """The choice as a solution. Raises ConstraintError if it does not meet the constraints, or the precision."""
         solution = self.as_solution(name, choice)
         if solution.cost < FORBIDDEN:
@@ -266,7 +268,7 @@ class Planner:
         return self._fit(candidate).problem(candidate.fitted)
 
     def _fit(self, candidate: Candidate) -> Fit:
-        pins = residency_pins(self.planning, self.options.constraints)
+        pins = residency_pins(self.planning, self.options.constraints, self.hosting)
         gathers = GATHERS.get(candidate.name)
         if gathers is not None:
             own = {index: gathers for index, item in enumerate(self.planning.decisions) if item.kind == "parameter"}
@@ -278,6 +280,10 @@ class Planner:
     def _refitted(self, candidate: Candidate, fitted: Fitted) -> Candidate:
         """The candidate with another residency, measured."""
         return candidate.with_residency(fitted.residency, fitted.seconds, fitted.measured)
+
+    def with_residency(self, candidate: Candidate, residency: Residency) -> Candidate:
+        """The same layouts, and what becomes of values."""
+        return self._refitted(candidate, self._fit(candidate).measured(residency))
 
     def _recompute(self) -> None:
         """Make candidates fit that are faster than any that fits as it is; all of them as long as none is known to."""
@@ -324,7 +330,10 @@ class Planner:
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether little enough is held with all recomputed but what crosses narrow cuts, by a bound from below."""
-        return self._with(candidate, self._fit(candidate).checkpointed).least_bytes <= self.limit
+        return self._checkpointed(candidate).least_bytes <= self.limit
+
+    def _checkpointed(self, candidate: Candidate) -> Candidate:
+        return self._with(candidate, self._fit(candidate).checkpointed)
 
     def _is_near_once_fitted(self, free: Candidate) -> bool:
         """Whether recomputing under the layouts that are best without a limit comes near that best."""
@@ -335,7 +344,7 @@ class Planner:
 
     def _search_jointly(self) -> bool:
         """Layouts and recomputation in one problem; whether what came of it fits."""
-        pins = residency_pins(self.planning, self.options.constraints)
+        pins = residency_pins(self.planning, self.options.constraints, self.hosting)
         joint = joint_problem(self.planning, pins, self.packing, float(self.limit))
         allowance = float(self.limit)
         for _ in range(JOINT_ROUNDS if joint is not None else 0):
@@ -432,7 +441,7 @@ class Planner:
             return min(fitting.values(), key=lambda item: item.step_s)
         if not self.candidates and self._solve(None) is None:  # for a message that says by how much
             raise PlanError("no layouts of this program fit together on this mesh", fix="use another mesh shape")
-        thrifty = min(self.candidates, key=lambda item: item.peak_bytes)
+        thrifty = min(self.candidates, key=lambda item: min(item.peak_bytes, self._checkpointed(item).peak_bytes))
         thrifty = self._refitted(thrifty, self._fit(thrifty).thriftiest(thrifty.fitted))
         if thrifty.peak_bytes <= self.limit:
             return thrifty
@@ -479,21 +488,3 @@ def with_limit(problem: Problem, limit: float | None) -> Problem:
 
 def without_limit(problem: Problem) -> Problem:
     return with_limit(problem, None)
-
-
-def price_choice(
-    program: Program,
-    mesh: Mesh,
-    options: Options,
-    pick: Callable[[PlanningProblem], tuple[Sequence[int], Residency]],
-    name: str,
-) -> Planned:
-    """The plan of a choice made elsewhere (a saved or edited plan), priced anew; its memory is not limited.
-
-    `pick`: a choice, and what becomes of its values.
-    """
-    planner = Planner(program, mesh, replace(options, parameter_layouts=None))
-    picked, residency = pick(planner.planning)
-    best = planner.add(name, tuple(picked), planner._checked(name, tuple(picked)))
-    best = planner._refitted(best, planner._fit(best).measured(residency))
-    return planner.planned(best)

@@ -79,7 +79,8 @@ def plan_entries(
     entries = []
     for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
         strategy = decision.strategies[pick]
-        if decision.kind in ("gradient", "result") or (decision.kind != "op" and len(decision.strategies) == 1):
+        is_only_one = decision.kind != "op" and len(decision.strategies) == 1 and not residency.of(index)
+        if decision.kind in ("gradient", "result") or is_only_one:
             continue
         entries.append(
             PlanEntry(
@@ -215,12 +216,14 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     fullest, timeline = max(((it, predicted_timeline(it)) for it in programs), key=lambda pair: pair[1].peak_bytes)
     memory = dict(timeline.peak_by_kind())
     state = 0
-    for decision, pick in zip(planning.decisions, choice, strict=True):
-        if decision.kind == "parameter":
+    for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
+        if decision.kind == "parameter" and index not in residency.hosted:
             held = _output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
             state += int(decision.bytes[pick]) - held
     end = timeline.totals[-1] if timeline.totals else 0
-    state += max(0, end + sum(sorted(host_state(planning, choice))[-AT_ONCE:]) - timeline.peak_bytes)
+    state += max(
+        0, end + sum(sorted(host_state(planning, choice, residency).values())[-AT_ONCE:]) - timeline.peak_bytes
+    )
     if state:
         memory["optimizer_state"] = state
     totals = np.array(timeline.totals, dtype=np.float64) + state
@@ -229,10 +232,24 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     )
 
 
-def host_state(planning: PlanningProblem, choice: Sequence[int]) -> list[int]:
-    """Bytes of optimizer state on a rank's host, by parameter that has some."""
-    pairs = zip(planning.decisions, choice, strict=True)
-    return [int(decision.host_bytes[pick]) for decision, pick in pairs if decision.host_bytes is not None]
+def host_state(planning: PlanningProblem, choice: Sequence[int], residency: Residency) -> dict[int, int]:
+    """Bytes of optimizer state that an optimizer keeps on a rank's host, by parameter on the device that has some."""
+    found = {}
+    for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
+        if decision.host_bytes is not None and index not in residency.hosted:
+            found[index] = int(decision.host_bytes[pick])
+    return found
+
+
+def hosted_state(planning: PlanningProblem, choice: Sequence[int], residency: Residency) -> int:
+    """Bytes of optimizer state on a rank's host, of the parameters that lie there themselves."""
+    total = 0
+    for index in residency.hosted:
+        decision, pick = planning.decisions[index], choice[index]
+        held = _output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
+        total += int(decision.bytes[pick]) - held
+        total += 0 if decision.host_bytes is None else int(decision.host_bytes[pick])
+    return total
 
 
 def _moments(planning: PlanningProblem, local: LocalProgram) -> npt.NDArray[np.int64]:

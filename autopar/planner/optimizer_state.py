@@ -44,7 +44,8 @@ class Optimizer:
 
     `state`: by the parameter's number of dims, what it keeps; none: no optimizer is counted. `large`: what it keeps
     instead for parameters of at least `least_large` elements. `shards_replicas`: whether ranks that hold the same shard
-    of a parameter divide its state among them (`autopar.optim.ShardedState`, ZeRO-1). `on_host`: whether it is on the
+    of a parameter divide its state among them (`autopar.optim.ShardedState`, ZeRO-1); `scatters_gradients`: and its
+    gradient (ZeRO-2). `on_host`: whether it is on the
     device only while its parameter is stepped (`autopar.optim.HostState`).
     """
 
@@ -53,6 +54,7 @@ class Optimizer:
     large: tuple[StateTensor, ...] = ()
     least_large: int = 0
     shards_replicas: bool = False
+    scatters_gradients: bool = False
     on_host: bool = False
 
     def of(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
@@ -71,6 +73,10 @@ class Optimizer:
     def layout(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> Layout:
         """How the state of a parameter that lies in `layout` is cut."""
         return state_layout(spec.shape, layout, mesh_shape) if self.shards_replicas else layout
+
+    def gradient_layout(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> Layout:
+        """How the gradient of a parameter that lies in `layout` leaves the backward."""
+        return state_layout(spec.shape, layout, mesh_shape) if self.scatters_gradients else layout
 
     def bytes(self, spec: TensorSpec, layout: Layout, mesh_shape: Sequence[int]) -> int:
         """State of one parameter that the fullest rank holds on its device, step counts left out."""

@@ -34,10 +34,11 @@ def optimizer_of(factory: OptimizerFactory | None) -> Optimizer:
             f"optimizer={factory!r} makes no optimizer of a list of parameters: {error}",
             fix="pass a class or a factory, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
         ) from error
-    wrappers = []
+    wrappers, stages = [], set[int]()
     inside = optimizer
     while isinstance(inside, (ShardedState, HostState)):
         wrappers.append(type(inside))
+        stages |= {inside.stage} if isinstance(inside, ShardedState) else set()
         inside = inside.inner
     large: tuple[StateTensor, ...] = ()
     if isinstance(inside, Adam8bit):
@@ -48,6 +49,7 @@ def optimizer_of(factory: OptimizerFactory | None) -> Optimizer:
         large=large,
         least_large=SMALL,
         shards_replicas=ShardedState in wrappers,
+        scatters_gradients=max(stages, default=0) > 1,
         on_host=HostState in wrappers,
     )
 

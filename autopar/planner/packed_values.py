@@ -17,10 +17,11 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from autopar.passes.pack_saved import HEAVY_OPS
+from autopar.passes.host_copies import HEAVY_OPS
 from autopar.passes.packings import Form
 from autopar.passes.schedule_collectives import HEAVY_NAMES
 from autopar.planner.decisions import Decision
+from autopar.planner.hosting import Hosting
 from autopar.planner.prices import Prices
 from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import Packed, Piece, SavedValue, SavedValues, State, late_decisions, moment
@@ -33,20 +34,29 @@ GAIN = 0.75  # of a value: a form on the device that holds more of it is not wor
 
 @dataclass(frozen=True)
 class Packing:
-    """What may be packed of one program. `words`: the residencies that a search may choose among."""
+    """What may be packed of one program. `words`: the residencies that a search may choose among. `hosted`: the
+    parameters that may lie on the host; None where none may."""
 
     decisions: Sequence[Decision]
     prices: Prices
     words: tuple[str, ...]
+    hosted: Hosting | None = None
 
     @classmethod
-    def of(cls, decisions: Sequence[Decision], prices: Prices, lossy: str = "") -> Packing:
+    def of(
+        cls, decisions: Sequence[Decision], prices: Prices, lossy: str = "", hosted: Hosting | None = None
+    ) -> Packing:
         """With the exact residencies, and the lossy one that is allowed, if any.
 
         A device that is its own host gains nothing by offloading: there it is left to pins.
         """
         exact = ("compress",) if prices.device.is_host else ("offload", "compress")
-        return cls(decisions, prices, (*exact, lossy) if lossy else exact)
+        return cls(decisions, prices, (*exact, lossy) if lossy else exact, hosted)
+
+    @cached_property
+    def hosting(self) -> Hosting:
+        """Which parameters may lie on the host."""
+        return self.hosted or Hosting(self.decisions, self.prices, is_allowed=False)
 
     @cached_property
     def forms(self) -> SavedForms:

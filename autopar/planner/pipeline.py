@@ -139,6 +139,7 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     Where no number of microbatches fits, one is tried: the gradients of several are held beside their sum.
     """
     _refuse_input_gradients(program)
+    options = options.of_stages
     axis = pipeline_axis(mesh, request.stages)
     assert axis is not None, "no axis of the mesh is the pipeline's"
     search = PipelineSearch(program, mesh, axis, options, request, options.rule_book(mesh))

@@ -13,7 +13,9 @@ from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem
 from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.cuts import cuts_like
-from autopar.planner.make import Options, price_choice
+from autopar.planner.follow import price_choice
+from autopar.planner.hosting import Hosting
+from autopar.planner.make import Options
 from autopar.planner.pipeline import plan_stages
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis, without_axis
@@ -37,7 +39,7 @@ def plan_pipeline_like(
     assignments: Sequence[Assignment],
 ) -> PlannedPipeline:
     """A pipeline for other shapes or modes of a model whose parameters lie already: same stages, same layouts."""
-    axis = pipeline_axis(mesh, len(like.stages))
+    axis, options = pipeline_axis(mesh, len(like.stages)), options.of_stages
     assert axis is not None
     rules, inner = options.rule_book(mesh), without_axis(mesh, axis)
     layouts: dict[str, Layout] = {}
@@ -55,6 +57,7 @@ def plan_pipeline_like(
 
 def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) -> PlannedPipeline:
     """A given plan with stages, checked against the program and priced anew."""
+    options = options.of_stages
     pipeline = plan.pipeline
     assert pipeline is not None
     if plan.mesh_shape != mesh.shape:
@@ -81,9 +84,9 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
 
 
 def _picked(
-    planning: PlanningProblem, *, plan: Plan, layouts: Mapping[str, Layout]
+    planning: PlanningProblem, hosting: Hosting, *, plan: Plan, layouts: Mapping[str, Layout]
 ) -> tuple[tuple[int, ...], Residency]:
-    return resolve(planning, plan, layouts), residency_of(planning.decisions, plan)
+    return resolve(planning, plan, layouts), residency_of(planning.decisions, plan, hosting)
 
 
 def _cuts_at(found: Anatomy, plan: Plan) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_details import MAX_BARS, Bar, PlanDetails
 from autopar.plan_entries import Pipeline
-from autopar.planner.make import MEMORY_FRACTION, Options, Planned, program_hash
+from autopar.planner.make import MEMORY_FRACTION, Options, Planned
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
+from autopar.planner.program_hash import program_hash
 from autopar.planner.rank_memory import rank_peaks
 from autopar.planner.stage_memory import call_bytes
 from autopar.planner.stage_plans import StageCosts, stage_costs

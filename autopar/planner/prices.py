@@ -20,6 +20,7 @@ from autopar.cost_models.compute import (
     convolution_price,
     host_copy_price,
     host_copy_seconds,
+    host_step_price,
     kernel_price,
     matmul_price,
     memory_bound_price,
@@ -230,6 +231,12 @@ class Prices:
     def optimizer(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> float:
         """Seconds of the optimizer's step for a parameter: on the part that a rank updates, and to gather the parts."""
         return float(total(self.optimizer_prices(optimizer, spec, layout)))
+
+    def hosted_optimizer(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> float:
+        """Seconds of the step of a parameter that lies on the host, where its state is too."""
+        own = float(local_bytes(spec, layout, self.mesh.shape))
+        state = float(optimizer.all_bytes(spec, layout, self.mesh.shape))
+        return float(host_step_price(self.device, own, own, state).value)
 
     def optimizer_prices(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> list[Priced]:
         """What `optimizer` adds up."""

@@ -10,7 +10,7 @@ holds is constant, and known exactly: it is what the emitted program holds, less
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.decisions import Decision
+from autopar.planner.hosting import Life
 from autopar.planner.moves_again import Gather, MovesAgain
 from autopar.planner.packed_values import PackedValues
 from autopar.planner.residency import Residency
-from autopar.planner.saved_values import FREE, KEEP, Packed, Piece, SavedValue, SavedValues, State, moment
+from autopar.planner.saved_values import FREE, KEEP, ON_HOST, Packed, Piece, SavedValue, SavedValues, State, moment
 from autopar.search import FORBIDDEN, Problem
 
 Array = npt.NDArray[np.float64]
-Life = tuple[int, int, float]
-"""First moment, the moment after the last, bytes."""
 
 
 def states_of(value: SavedValue, pin: str | None, packed: tuple[Packed, ...] = ()) -> tuple[State, ...]:
@@ -49,14 +48,14 @@ def is_there(source: State, reader: State, *, passing: bool = False) -> bool:
         source = source.start
     if isinstance(source, int):
         return source == reader if passing else source <= reader
-    return source == KEEP
+    return source in (KEEP, ON_HOST)
 
 
 def with_gathers(residency: Residency, gathers: Mapping[int, Gather], kept: Set[int]) -> Residency:
     """A residency in which the copies of the parameters in `kept` are kept, and those of the others gathered again."""
     once = {gathers[key].root for key in kept if gathers[key].is_direct}
     views = [gather.views for key, gather in gathers.items() if key not in kept]
-    return Residency(residency.recomputed.union(*views), frozenset(once), residency.packed)
+    return replace(residency, recomputed=residency.recomputed.union(*views), gathered_once=frozenset(once))
 
 
 @dataclass(frozen=True)
@@ -124,13 +123,25 @@ class Recomputation:
     def _profile(self, residency: Residency) -> tuple[npt.NDArray[np.int64], Array]:
         """The moments at which what is held changes, and the bytes before the first and after each of them."""
         states = self.states(residency)
-        return _profile_of(chain(self._gather_lives(residency), self._value_lives(states)))
+        lives = self._gather_lives(residency), self._value_lives(states), self._hosted_lives(residency)
+        return _profile_of(chain(*lives))
 
     def _gather_lives(self, residency: Residency) -> Iterator[Life]:
         count = len(self.decisions)
         for gather in self.moves.gathers.values():
             if gather.is_kept(residency):
                 yield moment(gather.end, 0, count), moment(max(gather.end, gather.start), 0, count), gather.bytes
+
+    def _hosted_lives(self, residency: Residency) -> Iterator[Life]:
+        hosting = self.packed.packing.hosting
+        for index in self.open:
+            lives = hosting.copies if index in residency.hosted else hosting.away
+            yield from lives(index, self.choice[index])
+
+    @cached_property
+    def open(self) -> tuple[int, ...]:
+        """The parameters that may be put on the host, or not."""
+        return self.packed.packing.hosting.open(self.pins)
 
     def _value_lives(self, states: Mapping[int, State]) -> Iterator[Life]:
         for index, pieces in self._pieces.items():
@@ -167,19 +178,31 @@ class Recomputation:
         recomputed = {index for index, state in zip(self.saved.values, picked, strict=False) if isinstance(state, int)}
         pairs = zip(self.saved.values, picked, strict=False)
         packed = frozenset((index, state.word) for index, state in pairs if isinstance(state, Packed))
-        kept = {index for index, state in zip(self.moves.gathers, picked[count:], strict=True) if state == KEEP}
-        return with_gathers(Residency(self.saved.closed(recomputed), packed=packed), self.moves.gathers, kept)
+        gathers, parameters = picked[count : count + len(self.moves.gathers)], picked[count + len(self.moves.gathers) :]
+        kept = {index for index, state in zip(self.moves.gathers, gathers, strict=True) if state == KEEP}
+        hosted = {index for index, state in zip(self.open, parameters, strict=True) if state == ON_HOST}
+        own = Residency(self.saved.closed(recomputed), packed=packed, hosted=self.given | hosted)
+        return with_gathers(own, self.moves.gathers, kept)
+
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The parameters that lie on the host in any case."""
+        return self.packed.packing.hosting.given(self.pins)
 
     def picks(self, residency: Residency, states: Sequence[tuple[State, ...]], nodes: int) -> tuple[int, ...] | None:
         """A residency as a choice of the problem of so many nodes; None where the problem does not have it."""
         own = self.states(residency)
         wanted = [own[index] for index in self.saved.values]
         wanted += [KEEP if gather.is_kept(residency) else FREE for gather in self.moves.gathers.values()]
+        wanted += [ON_HOST if index in residency.hosted else KEEP for index in self.open]
         if any(state not in options for state, options in zip(wanted, states, strict=True)):
             return None
         picks = [options.index(state) for state, options in zip(wanted, states, strict=True)]
         for (index, value), options in zip(self.saved.values.items(), states, strict=False):
             picks += [int(own[index] in piece.states) for piece in self.pieces(index, value, options)]
+        for index in self.open:
+            on_host = index in residency.hosted
+            picks += [int(is_copy == on_host) for is_copy, _ in self.lives_of_parameter(index)]
         return (*picks, *[0] * (nodes - len(picks)))
 
     def pieces(self, index: int, value: SavedValue, options: tuple[State, ...]) -> list[Piece]:
@@ -188,10 +211,20 @@ class Recomputation:
             return []
         return [piece for piece in self._pieces[index] if not piece.states.isdisjoint(options)]
 
+    def lives_of_parameter(self, index: int) -> list[tuple[bool, Life]]:
+        """What a parameter holds on the device: (whether it does so from the host, when and how much)."""
+        hosting, pick = self.packed.packing.hosting, self.choice[index]
+        lives = [(False, life) for life in hosting.away(index, pick)]
+        return [item for item in [*lives, *((True, life) for life in hosting.copies(index, pick))] if item[1][2]]
+
     def held_in(self, index: int, piece: Piece) -> float:
         """Bytes that a value holds in one of its pieces."""
         pick = self.choice[index]
         return float(self.packed.bytes(index, piece.packed, pick) if piece.packed else self.bytes[index])
+
+    def seconds_on_host(self, index: int) -> float:
+        """What it costs to have a parameter on the host."""
+        return self.packed.packing.hosting.seconds(index, self.choice[index])
 
     def seconds_in(self, index: int, state: State) -> float:
         """What a state of a saved value costs."""
@@ -241,12 +274,18 @@ class _Builder:
             states.append(self._add_gather(gather, self.of.pins.get(key)))
             if gather.root in place:
                 self._tie(place[gather.root], states[place[gather.root]], gather.root, states[-1])
+        first = len(self.costs)
+        for index in self.of.open:
+            states.append((KEEP, ON_HOST))
+            self._add(np.array([0.0, self.of.seconds_on_host(index)]), np.zeros(2), (0, 0))
         for node, (index, value) in enumerate(values.items()):
             for reader in value.readers:
                 matrix = self._edge(index, reader, states[node], states[place[reader]])
                 if matrix.any():
                     self._link(node, place[reader], matrix)
             self._add_pieces(node, value, states[node])
+        for node, index in enumerate(self.of.open, first):
+            self._add_lives(node, index)
         shift = max(0.0, -float(constant.min(initial=0.0)))
         self._add_constant(constant + shift)
         limit = None if limit is None else limit + shift
@@ -317,6 +356,14 @@ class _Builder:
             bytes_ = self.of.held_in(value.decision, piece)
             held = np.array([state in piece.states for state in options])
             follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (piece.start, piece.end))
+            pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)
+            self._link(node, follower, pairs)
+
+    def _add_lives(self, node: int, index: int) -> None:
+        """A follower for each time that a parameter is on the device, in one of its two states."""
+        for is_copy, (start, end, bytes_) in self.of.lives_of_parameter(index):
+            follower = self._add(np.zeros(2), np.array([0.0, bytes_]), (start, end))
+            held = np.array([not is_copy, is_copy])
             pairs = np.stack([np.where(held, float(FORBIDDEN), 0.0), np.where(held, 0.0, float(FORBIDDEN))], axis=1)
             self._link(node, follower, pairs)
 

@@ -131,7 +131,7 @@ class Session:
     def _is_roomy(self, plan: Plan, pins: tuple[Constraint, ...]) -> bool:
         """Whether nothing is recomputed, or asked to be."""
         pinned = any(pin.is_residency for pin in (*pins, *self.planner.options.constraints))
-        usual = not self.best.residency.recomputed and not self.best.residency.packed
+        usual = self.best.residency == Residency(gathered_once=self.best.residency.gathered_once)
         return not pinned and usual and plan.peak_bytes <= self.planner.limit
 
     def _foreseen(self, plan: Plan, planner: Planner, fresh: Candidate) -> Plan:

@@ -12,8 +12,9 @@ from autopar.plan import Plan
 from autopar.plan_entries import PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
-from autopar.planner.make import program_hash
-from autopar.planner.residency import Residency
+from autopar.planner.hosting import Hosting
+from autopar.planner.program_hash import program_hash
+from autopar.planner.residency import HOSTED, Residency
 from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import SavedValues, late_decisions
 from autopar.report.figures import bytes_text, seconds_text
@@ -21,26 +22,40 @@ from autopar.sharding.layout import Layout, format_layout
 from autopar.sharding.strategies import Strategy, local_bytes
 
 
-def residency_of(decisions: Sequence[Decision], plan: Plan) -> Residency:
-    """What becomes of values under a plan. Raises PlanError where an op's value cannot be had so."""
+def residency_of(decisions: Sequence[Decision], plan: Plan, hosting: Hosting) -> Residency:
+    """What becomes of values under a plan. Raises PlanError where an op's value, or a parameter, cannot be had so."""
     kept = {entry.key for entry in plan.entries if entry.residency == "keep" and entry.kind == "parameter"}
     once = frozenset(index for index, item in enumerate(decisions) if item.kind == "parameter" and item.key in kept)
     wanted = {entry.key for entry in plan.entries if entry.residency == "recompute" and entry.kind == "op"}
-    packed = _packed(decisions, plan)
+    packed, hosted = _packed(decisions, plan), _hosted(decisions, plan, hosting)
     if not wanted:
-        return _checked(decisions, Residency(frozenset(), once, packed))
+        return _checked(decisions, Residency(frozenset(), once, packed, hosted))
     late = late_decisions(decisions)
     found = {index for index, decision in enumerate(decisions) if decision.key in wanted}
     for index in sorted(found):
         if late[index] or decisions[index].kind != "op":
             raise PlanError(f"{decisions[index].key} cannot be recomputed", fix="name an op of the forward")
-    return _checked(decisions, Residency(SavedValues(decisions).closed(found), once, packed))
+    return _checked(decisions, Residency(SavedValues(decisions).closed(found), once, packed, hosted))
 
 
 def _packed(decisions: Sequence[Decision], plan: Plan) -> frozenset[tuple[int, str]]:
-    words = {entry.key: entry.residency for entry in plan.entries if entry.residency in PACKED}
+    ops = [entry for entry in plan.entries if entry.kind != "parameter"]
+    words = {entry.key: entry.residency for entry in ops if entry.residency in PACKED}
     found = ((index, decision.key) for index, decision in enumerate(decisions) if decision.key in words)
     return frozenset((index, words[key]) for index, key in found)
+
+
+def _hosted(decisions: Sequence[Decision], plan: Plan, hosting: Hosting) -> frozenset[int]:
+    words = {entry.key: entry.residency for entry in plan.entries if entry.kind == "parameter"}
+    found = set[int]()
+    for index, decision in enumerate(decisions):
+        word = words.get(decision.key, "") if decision.kind == "parameter" else ""
+        why = hosting.why_not(index) if word == HOSTED else "it is a parameter" if word in PACKED else ""
+        if why:
+            raise PlanError(f"{decision.key} cannot have the residency {word!r}: {why}", fix="plan again")
+        if word == HOSTED:
+            found.add(index)
+    return frozenset(found)
 
 
 def _checked(decisions: Sequence[Decision], residency: Residency) -> Residency:

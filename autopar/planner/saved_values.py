@@ -19,7 +19,7 @@ FRACTION = 1e-4  # of all that the backward reads: a smaller value is kept, what
 WINDOW = 6  # values to either side among which a narrow cut has the fewest bytes
 
 
-KEEP, FREE = "keep", "free"
+KEEP, FREE, ON_HOST = "keep", "free", "on the host"
 
 
 class Packed(NamedTuple):
@@ -30,7 +30,8 @@ class Packed(NamedTuple):
 
 
 State = str | int | Packed
-"""KEEP, FREE, the time (a decision index) at which the value is recomputed, or how it is packed."""
+"""KEEP, FREE, the time (a decision index) at which the value is recomputed, or how it is packed; of a parameter, KEEP
+or ON_HOST."""
 
 
 @dataclass(frozen=True, slots=True)

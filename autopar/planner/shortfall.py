@@ -17,8 +17,8 @@ def does_not_fit(memory: Mapping[str, int], limit: int, ranks: int) -> MemoryLim
     needed = sum(memory.values())
     held = ", ".join(f"{kind} {_bytes(bytes_)}" for kind, bytes_ in sorted(memory.items(), key=lambda it: -it[1])[:3])
     return MemoryLimitError(
-        f"no plan found fits {_bytes(limit)} per rank: the thriftiest, with all recomputed that saves memory, needs "
-        f"{_bytes(needed)}, {_bytes(needed - limit)} too much ({held})",
+        f"no plan found fits {_bytes(limit)} per rank: the thriftiest, with all recomputed or on the host that saves "
+        f"memory, needs {_bytes(needed)}, {_bytes(needed - limit)} too much ({held})",
         fix="; or ".join(ways_out(memory, limit, ranks)),
     )
 

@@ -74,7 +74,9 @@ def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
             f"  {'its gradient' if entry.kind == 'parameter' else 'before it'}: {move.collective} over axis "
             f"{plan.axis_names[move.axis]}, {bytes_text(move.bytes)}, {seconds_text(move.seconds)}"
         )
-    if entry.residency == "recompute":
+    if entry.kind == "parameter" and entry.residency == "offload":
+        yield "  it lies on the host, with its gradient and optimizer state, and is copied to the device to be read"
+    elif entry.residency == "recompute":
         yield "  its value is recomputed in the backward"
     elif entry.residency not in ("", "keep"):
         yield f"  its value has the residency {entry.residency} from the forward to the backward"

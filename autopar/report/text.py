@@ -155,7 +155,7 @@ def _not_kept(plan: Plan, word: str) -> str:
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     said = {
         "recompute": "recomputed in the backward rather than kept",
-        "offload": "on the host from the forward to the backward",
+        "offload": "on the host where they are not read",
         "compress": "compressed without loss from the forward to the backward",
     }
     return f"{said.get(word, f'{word} from the forward to the backward')} ({held}): {shown}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -109,6 +109,21 @@ class BoundStep:
     def gradients(self) -> tuple[Slot, ...]:
         """The gradients that the backward returns, in its order."""
         return tuple(slot for kind, slot in self._output_slots if kind is OutputKind.GRADIENT)
+
+    @cached_property
+    def hosted(self) -> frozenset[str]:
+        """The parameters that lie on the host, by name."""
+        return frozenset(slot.name for slot in self.inputs[InputKind.PARAMETER] if slot.node in self.hosted_nodes)
+
+    @property
+    def hosted_nodes(self) -> Set[str]:
+        """The same by placeholder."""
+        return self.step.assignment.hosted
+
+    def settle_host(self) -> None:
+        """Wait until all copies to the host and back are complete: what lies there may then be read and written."""
+        if self.hosted_nodes and self.mesh.device_type != "cpu":
+            torch.accelerator.current_stream().synchronize()
 
     @cached_property
     def has_loss(self) -> bool:

@@ -42,7 +42,8 @@ def clip_grad_norm_(pmodel: ParallelModule, max_norm: float, norm_type: float = 
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
         for gradient in gradients:
-            gradient.to_local().mul_(scale.to(gradient.dtype))
+            local = gradient.to_local()
+            local.mul_(scale.to(local.device, gradient.dtype))
     return total
 
 
@@ -61,15 +62,15 @@ def total_norm(gradients: Sequence[DTensor], mesh: DeviceMesh, norm_type: float)
         by_axes[axes].append(gradient.to_local())
     parts = []
     for axes, shards in sorted(by_axes.items()):
-        part = _combined(_norms(shards, norm_type), norm_type)
+        part = _combined(_norms(shards, norm_type, mesh.device_type), norm_type)
         parts.append(_over_axes(part, mesh, axes, norm_type))
     if not parts:
         return torch.zeros((), device=mesh.device_type)
     return _combined(torch.stack(parts), norm_type)
 
 
-def _norms(shards: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of each shard, at least in float32; of an empty one 0."""
+def _norms(shards: Iterable[Tensor], norm_type: float, device: str) -> Tensor:
+    """The norm of each shard, at least in float32; of an empty one 0. On the device, wherever the shards are."""
     norms = [
         torch.linalg.vector_norm(shard, norm_type, dtype=torch.promote_types(shard.dtype, torch.float32))
         if shard.numel()
@@ -77,7 +78,7 @@ def _norms(shards: Iterable[Tensor], norm_type: float) -> Tensor:
         for shard in shards
     ]
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    return torch.stack([norm.to(widest) for norm in norms])
+    return torch.stack([norm.to(device, widest) for norm in norms])
 
 
 def _combined(norms: Tensor, norm_type: float) -> Tensor:

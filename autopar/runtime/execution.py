@@ -18,7 +18,8 @@ from autopar.errors import NotDifferentiableError
 from autopar.runtime.bound_step import BoundStep, RunGraph, Slot, plainly
 from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.inputs import rank_part
-from autopar.runtime.parameters import as_dtensor, full_value, in_layout, lay_out_anew, layout_of
+from autopar.runtime.parameters import full_value, in_layout, lay_out_anew
+from autopar.sharding.dtensors import as_dtensor, layout_of, redistributed
 from autopar.torch_compat import after_backward, apply_function
 
 
@@ -79,6 +80,7 @@ def run_call(call: Call) -> Any:
     else:
         with torch.no_grad():
             outputs = _forward(call)[0]
+        call.step.settle_host()
     program = call.step.step.program
     leaves = [outputs[leaf.index] if isinstance(leaf, LeafIndex) else leaf for leaf in program.output_leaves]
     return pytree.tree_unflatten(leaves, program.output_spec)
@@ -139,6 +141,7 @@ class _Step(torch.autograd.Function):
         if all(tangent is None for tangent in arrived):
             return None, *(None for _ in call.step.gradients)
         gradients = call.step.run_backward(saved, tangents, call.run)
+        call.step.settle_host()
         if call.reduction is Reduction.AT_END:
             after_backward(lambda: reduce_gradients(call.state.parameters))
         return None, *_delivered(call, gradients, [item for item in arrived if item is not None])
@@ -202,17 +205,15 @@ def _delivered(call: Call, gradients: Sequence[Tensor], tangents: Sequence[Tenso
 
 
 def _parameter_gradient(call: Call, gradient: DTensor, parameter: Tensor) -> DTensor:
-    """The gradient in the parameter's layout, or as it is while reductions are put off.
+    """The gradient as it leaves the backward, in the layout that the plan gave it unless reductions are put off.
 
     Autograd adds gradients of one layout only, so one that the parameter holds in another is brought to its own.
     """
     assert isinstance(parameter, DTensor)
-    if call.reduction is Reduction.NOW:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     held = parameter.grad
     if isinstance(held, DTensor) and held.placements != gradient.placements:
         lay_out_anew(held, layout_of(parameter))
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        gradient = redistributed(gradient, layout_of(parameter))
     return gradient
 
 
@@ -224,13 +225,19 @@ def _input_gradient(step: BoundStep, local: Tensor, slot: Slot, tensor: Tensor) 
 
 
 def reduce_gradients(parameters: Mapping[str, DTensor]) -> None:
-    """Sum over the ranks what `no_sync` left unsummed: every gradient goes to its parameter's layout."""
+    """Sum over the ranks what `no_sync` left unsummed: such a gradient goes to its parameter's layout."""
     for parameter in parameters.values():
-        if isinstance(parameter.grad, DTensor):
+        if isinstance(parameter.grad, DTensor) and _is_pending(parameter.grad, parameter):
             lay_out_anew(parameter.grad, layout_of(parameter))
 
 
 def has_pending_gradients(parameters: Mapping[str, DTensor]) -> bool:
     """Whether any gradient is still a partial sum of this rank's own."""
     gradients = ((parameter.grad, parameter) for parameter in parameters.values())
-    return any(isinstance(held, DTensor) and held.placements != own.placements for held, own in gradients)
+    return any(isinstance(held, DTensor) and _is_pending(held, own) for held, own in gradients)
+
+
+def _is_pending(gradient: DTensor, parameter: DTensor) -> bool:
+    """Whether a gradient is neither in its parameter's layout nor in shards of it."""
+    pairs = zip(layout_of(gradient), layout_of(parameter), strict=True)
+    return any(own != wanted and not own.is_shard() for own, wanted in pairs)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.parameters import as_dtensor, local_part, owned
+from autopar.runtime.parameters import local_part, owned
 from autopar.runtime.twins import twin_of
+from autopar.sharding.dtensors import as_dtensor
 from autopar.sharding.layout import Layout
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")

@@ -44,6 +44,11 @@ class MemoryTracker(DispatchMode):
         for tensor in tensors:
             self._count(tensor, on_host=on_host)
 
+    def hold_on_host(self, tensors: Sequence[Tensor]) -> None:
+        """Count tensors that lie on the host."""
+        for tensor in tensors:
+            self._count(tensor, on_host=True)
+
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import StateDictError, UnsupportedModuleCallError
 from autopar.runtime.experts.order import ExpertOrder
-from autopar.runtime.parameters import in_layout, layout_of
+from autopar.runtime.parameters import in_layout
+from autopar.sharding.dtensors import as_dtensor, layout_of
 
 
 class Container(nn.Module):
@@ -83,14 +84,7 @@ def fitted(name: str, value: Any, target: Tensor) -> Any:
         return value  # nn.Module has its own message for these
     if isinstance(target, DTensor):
         local = in_layout(value, target.device_mesh, layout_of(target))
-        return DTensor.from_local(
-            local,
-            target.device_mesh,
-            target.placements,
-            run_check=False,
-            shape=target.shape,
-            stride=target.stride(),
-        )
+        return as_dtensor(local, target.device_mesh, layout_of(target), target.shape)
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             raise StateDictError(f"{name} is a partial sum", fix="redistribute it before loading")

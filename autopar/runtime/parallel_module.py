@@ -40,12 +40,12 @@ from autopar.runtime.parameters import (
     flat_layout,
     lay_out_optimizer_state,
     lay_out_parameter,
-    layout_of,
     replicated_buffer,
 )
 from autopar.runtime.recorder import Recorder, merged
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
+from autopar.sharding.dtensors import layout_of, put
 from autopar.sharding.layout import Layout
 
 
@@ -67,6 +67,7 @@ class _StepSession(Session):
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
+    hosted: frozenset[str] = frozenset()  # the parameters that lie on the host
     putting_off: bool = False  # inside no_sync
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
@@ -174,6 +175,11 @@ class ParallelModule(Container):
         others = [step for step in session.steps.values() if step is not shown]
         programs = [step.step.program for step in (shown, *others)]
         weights, items, kept = session.experts.movable(programs, shown.expert_counts, load)
+        if any(name in session.hosted for item in weights for name in item.parameters):
+            raise UnsupportedOptionError(
+                "experts were to be moved whose weights lie on the host",
+                fix="pin their weights to 'keep', and plan again",
+            )
         session.ranks.all_succeed(lambda: session.experts.check_states(weights, parameters))
         place = partial(session.compiler.place_experts, move_cost=move_cost, time_limit_s=time_limit_s)
         groups = read_decision(session.ranks.first_decides(lambda: decide(items, place)))
@@ -350,11 +356,12 @@ class ParallelModule(Container):
         return planned is Planned.NOTHING or (planned is Planned.INFERENCE and self._wanted() is Planned.TRAINING)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
-        session, layouts = self._steps, None
+        session, layouts, hosted = self._steps, None, None
         if not self._replans():
             layouts = {name: layout_of(parameter) for name, parameter in self._parameters_by_name().items()}
+            hosted = session.hosted
         with modes_of(self, session.model):
-            step = session.compiler.compile_step(session.model, args, kwargs, parameter_layouts=layouts)
+            step = session.compiler.compile_step(session.model, args, kwargs, parameter_layouts=layouts, hosted=hosted)
         session.ranks.agree("the plan", step.plan.hash)
         slots = session.experts.slots(step.program) or None
         bound = session.ranks.all_succeed(lambda: BoundStep(step, session.mesh, slots))
@@ -375,13 +382,14 @@ class ParallelModule(Container):
             empty = session.still_empty()
             for name, parameter in parameters.items():
                 lay_out_parameter(parameter, planned[name])
+                put(parameter, on_host=name in step.hosted)
             session.note_empty(empty)
             for optimizer in session.optimizers:
                 lay_out_optimizer_state(optimizer)
-            session.planned = self._wanted()
+            session.planned, session.hosted = self._wanted(), step.hosted
         for name, parameter in parameters.items():
-            if layout_of(parameter) != planned[name]:
-                raise PlanError(f"the plan wants parameter {name!r} in another layout than it lies in")
+            if layout_of(parameter) != planned[name] or (name in step.hosted) != (name in session.hosted):
+                raise PlanError(f"the plan wants parameter {name!r} in another layout, or elsewhere, than it lies")
 
     def _check_initialized(self) -> None:
         """Raise UninitializedError while tensors of a meta model have no values."""

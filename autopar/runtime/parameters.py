@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from autopar.sharding.dtensors import as_dtensor, detached, layout_of, on_device, redistributed
 from autopar.sharding.layout import REPLICATE, Layout, local_chunk, replicated
 from autopar.torch_compat import set_dtensor_content
 
@@ -18,30 +18,6 @@ from autopar.torch_compat import set_dtensor_content
 def flat_layout(shape: Sequence[int], axes: int) -> Layout:
     """Dim 0 over the whole mesh: how parameters lie before there is a plan."""
     return (Shard(0),) * axes if shape else replicated(axes)
-
-
-def layout_of(tensor: DTensor) -> Layout:
-    return tuple(tensor.placements)
-
-
-def detached(tensor: DTensor) -> DTensor:
-    return cast(DTensor, tensor.detach())
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides that DTensors of autopar report, whatever the original's were."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
-
-
-def as_dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """The DTensor of `shape` of which this rank holds `local`."""
-    return DTensor.from_local(
-        local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
-    )
 
 
 def local_part(full: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
@@ -91,7 +67,7 @@ def lay_out_anew(tensor: DTensor, layout: Layout) -> None:
     if layout_of(tensor) == layout:
         return
     with torch.no_grad():
-        moved = detached(tensor).redistribute(tensor.device_mesh, layout)
+        moved = redistributed(tensor, layout)
         local = owned(moved.to_local(), tensor.to_local())
         set_dtensor_content(tensor, as_dtensor(local, tensor.device_mesh, layout, tensor.shape))
 
@@ -123,7 +99,7 @@ def in_layout(value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
             return local_part(value.detach(), mesh, layout).to(mesh.device_type).contiguous()
         if value.device_mesh != mesh:
             return in_layout(value.full_tensor(), mesh, layout)
-        return detached(value).redistribute(mesh, layout).to_local().contiguous()
+        return on_device(detached(value)).redistribute(mesh, layout).to_local().contiguous()
 
 
 def full_value(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> Tensor:

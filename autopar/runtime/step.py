@@ -44,10 +44,12 @@ class StepCompiler(Protocol):
         kwargs: dict[str, Any],
         *,
         parameter_layouts: Mapping[str, Layout] | None,
+        hosted: frozenset[str] | None,
     ) -> CompiledStep:
         """Capture, plan and emit `model(*args, **kwargs)` in the modes (training, gradients, autocast) of the moment.
 
-        `parameter_layouts`, if given, are fixed: another shape or mode of a model whose parameters lie there already.
+        `parameter_layouts`, if given, are fixed, and so is which parameters are `hosted`, on the host: another shape or
+        mode of a model whose parameters lie there already.
         """
 
     def place_experts(

@@ -87,7 +87,9 @@ class _VirtualStep:
         forward = [rank.forward for rank in self.ranks]
         inputs = self._inputs(forward, values, [[] for _ in self.ranks])
         kept = [tuple(rank) for rank in inputs]  # parameters, buffers and the batch live on beside the graphs
+        on_host = self._on_host(forward[0])
         for tracker, held in zip(memory.trackers, kept, strict=True):
+            tracker.hold_on_host([value for value, away in zip(held, on_host, strict=True) if away])
             tracker.hold(held)
         first = run_lockstep(forward, inputs, memory)
         kept_from = early + len(self.ranks[0].expert_counts)
@@ -112,6 +114,10 @@ class _VirtualStep:
         for kept in saved:
             kept.clear()
         return inputs
+
+    def _on_host(self, gm: fx.GraphModule) -> list[bool]:
+        """Which inputs of a graph lie on the host."""
+        return [node.name in self.assignment.hosted for node in gm.graph.nodes if node.op == "placeholder"]
 
     def _recombined(self, results: Sequence[Sequence[Tensor]], peak_bytes: tuple[int, ...]) -> VirtualRun:
         found: dict[OutputKind, dict[str, Tensor]] = {kind: {} for kind in OutputKind}

@@ -28,7 +28,8 @@ class Assignment:
     None leaves it in the layout of its producer (a result kept sharded). `recomputed`: ops of the forward, by node
     name, whose values are not saved for the backward but computed again there. `gathered_once`: parameters, by node
     name, that the backward reads as the forward has gathered them. `packed`: by the key of an op and which of its
-    outputs, the form (`passes.packings`) in which its value is held between the phases.
+    outputs, the form (`passes.packings`) in which its value is held between the phases. `hosted`: parameters, by node
+    name, that lie on the host, with their gradients.
     """
 
     mesh_shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Assignment:
     recomputed: Set[str] = frozenset()
     gathered_once: Set[str] = frozenset()
     packed: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    hosted: Set[str] = frozenset()
 
     def strategy_of(self, node: fx.Node) -> Strategy:
         """The strategy of an op; what is recomputed has that of its original, what a pass added its own."""

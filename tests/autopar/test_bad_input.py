@@ -193,10 +193,12 @@ def test_a_batch_that_does_not_divide_is_refused_by_a_plan_that_cuts_it(search: 
 @pytest.mark.parametrize("rows", [8, 7])
 def test_a_memory_limit_that_cannot_be_met_says_by_how_much_and_what_dominates(rows: int) -> None:
     model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4))
-    error = error_of(lambda: plan(model, (4,), batch(rows), memory_limit_bytes=2000))
-    assert type(error) is MemoryLimitError
-    for part in ("2000 bytes per rank", "needs", "too much", "parameter"):
-        assert part in error.what
+    for hardware, dominant in (("cpu", "parameter"), ("h100", "gathered")):  # a GPU has a host for its parameters
+        options = {"memory_limit_bytes": 2000, "hardware": hardware}
+        error = error_of(lambda options=options: plan(model, (4,), batch(rows), **options))
+        assert type(error) is MemoryLimitError
+        for part in ("2000 bytes per rank", "needs", "too much", dominant):
+            assert part in error.what
 
 
 def test_a_memory_limit_that_a_hand_plan_meets_is_met() -> None:

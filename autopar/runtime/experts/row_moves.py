@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.parameters import as_dtensor, detached, layout_of
+from autopar.sharding.dtensors import as_dtensor, detached, layout_of
 from autopar.sharding.layout import Layout, local_chunk, shard_dim
 
 

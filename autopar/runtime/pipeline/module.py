@@ -24,7 +24,7 @@ from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import user_tensors
 from autopar.runtime.mirror import Container, mirror, training_of
 from autopar.runtime.parallel_module import ParallelModule
-from autopar.runtime.parameters import as_dtensor, distributed_parameter, layout_of, replicated_buffer
+from autopar.runtime.parameters import distributed_parameter, replicated_buffer
 from autopar.runtime.pipeline.call import Call, PipelineFunction, result_of
 from autopar.runtime.pipeline.gathered import Gathered
 from autopar.runtime.pipeline.rank import PipelineRank
@@ -34,6 +34,7 @@ from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike
+from autopar.sharding.dtensors import as_dtensor, layout_of
 from autopar.sharding.layout import Layout, replicated
 from autopar.torch_compat import apply_function
 

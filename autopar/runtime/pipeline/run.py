@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.program import OutputKind
 from autopar.passes.observed import ExpertCount
 from autopar.runtime.experts.load import ExpertCounter
-from autopar.runtime.parameters import as_dtensor
 from autopar.runtime.pipeline.gathered import OutputKey
 from autopar.runtime.pipeline.lanes import RealLane, Value
 from autopar.runtime.pipeline.rank import PipelineRank
@@ -23,6 +22,7 @@ from autopar.runtime.pipeline.weights import Update, Weights
 from autopar.runtime.pipeline.worker import Batch, Worker
 from autopar.runtime.step import geometry_of
 from autopar.schedules.actions import Action
+from autopar.sharding.dtensors import as_dtensor
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -63,8 +65,9 @@ def test_the_joint_problem_costs_and_holds_what_its_answer_is_foreseen_to(
     planner = planner_of(Stack(width, 8), torch.randn(batch, width), shape)
     fsdp = planner._hand_plan("fsdp")
     fit = planner._fit(planner.add("fsdp", fsdp, planner.as_solution("fsdp", fsdp)))
-    limit = 1.1 * fit.measured(fit.checkpointed).measured.peak_bytes
-    joint = joint_problem(planner.planning, {}, planner.packing, limit)
+    on_device = replace(fit.checkpointed, hosted=frozenset())
+    limit = 1.1 * fit.measured(on_device).measured.peak_bytes
+    joint = joint_problem(planner.planning, {}, replace(planner.packing, hosted=None), limit)
     assert joint is not None
     found = solve(joint.problem, time_limit_s=10)
     choice = joint.choice(found.choice)

@@ -178,7 +178,7 @@ def test_precision_is_lost_only_where_it_is_allowed() -> None:
 @pytest.mark.parametrize(
     "key, word, why",
     [
-        ("first.weight", "offload", "no op of the forward"),
+        ("head/mm.backward#0", "offload", "no op of the forward"),
         ("/view#0", "offload", "a view of"),
         ("first/convolution#0", "compress", "no such form"),
     ],

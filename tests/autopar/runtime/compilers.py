@@ -47,6 +47,7 @@ class FollowingCompiler:
         kwargs: dict[str, Any],
         *,
         parameter_layouts: Mapping[str, Layout] | None,
+        hosted: frozenset[str] | None,
     ) -> CompiledStep:
         self.compiled += 1
         program = capture(model, args, kwargs)

@@ -1,0 +1,165 @@
+"""Parameters on the host: the promise is measured, the choice is the best, what cannot be is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture.trace import capture
+from autopar.cost_models.hardware import load_profile
+from autopar.errors import ConstraintError, MemoryLimitError, PlanError
+from autopar.planner.budget import Budget
+from autopar.planner.fit import Fit
+from autopar.planner.hosting import Hosting
+from autopar.planner.make import Options, plan_program
+from autopar.planner.optimizers import optimizer_of
+from autopar.planner.packed_values import Packing
+from autopar.planner.prices import Prices
+from autopar.planner.residency import USUAL, Residency
+
+ADAMW = torch.optim.AdamW
+
+
+def layers(width: int = 64, count: int = 6) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count))), torch.randn(16, width)
+
+
+def planned(search: str, word: str = "offload", **keywords: Any) -> autopar.Plan:
+    model, x = layers()
+    constraints = {"*.weight": word} if word else {}
+    return autopar.make_plan(
+        model, (2,), example_inputs=x, search=search, optimizer=ADAMW, constraints=constraints, **keywords
+    )
+
+
+@pytest.mark.parametrize("search", ["ddp", "zero2", "fsdp", "megatron"])
+def test_every_storage_may_be_on_the_host_and_the_promise_is_measured(search: str) -> None:
+    model, x = layers()
+    plan, kept = planned(search), planned(search, "")
+    report = autopar.verify(model, (2,), example_inputs=x, plan=plan)
+    assert report.ok, report.table
+    device = plan.peak_bytes - plan.memory["optimizer_state"]
+    assert report.peak_bytes == device
+    assert plan.peak_bytes < kept.peak_bytes and plan.step_s > kept.step_s
+    again = autopar.Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again.hash == plan.hash != kept.hash
+
+
+def test_gradients_and_optimizer_state_go_along() -> None:
+    model, x = layers()
+    plan, weights = planned("ddp"), 6 * 64 * 64 * 4
+    run = autopar.run_virtual(model, (2,), example_inputs=x, plan=plan)
+    assert run.host_bytes == (2 * weights, 2 * weights)  # parameters and gradients
+    assert plan.host_bytes == 4 * weights
+    biases = 6 * 64 * 4
+    assert plan.memory["parameter"] == biases and plan.memory["optimizer_state"] == 2 * biases
+    assert "on the host" in str(plan) and "lies on the host" in str(plan.explain("0.weight"))
+
+
+def test_a_search_puts_parameters_on_the_host_where_nothing_else_fits() -> None:
+    model, x = layers(256)
+    given: dict[str, Any] = {"example_inputs": x, "optimizer": ADAMW}
+    mesh = autopar.Mesh((1,), hardware="a100")
+    roomy = autopar.make_plan(model, mesh, **given)
+    limit = roomy.peak_bytes // 2
+    plan = autopar.make_plan(model, mesh, memory_limit_bytes=limit, **given)
+    hosted = {entry.key for entry in plan.entries if entry.kind == "parameter" and entry.residency == "offload"}
+    assert 0 < len(hosted) < 6 and plan.peak_bytes <= limit and plan.host_bytes > 0
+    assert autopar.verify(model, mesh, example_inputs=x, plan=plan).ok
+    with pytest.raises(MemoryLimitError):  # its host is itself
+        autopar.make_plan(model, autopar.Mesh((1,), hardware="cpu"), memory_limit_bytes=limit, **given)
+    assert not [entry for entry in roomy.entries if entry.residency == "offload"]
+
+
+def test_layouts_and_what_lies_on_the_host_are_one_choice() -> None:
+    model, x = layers(256)
+    mesh = autopar.Mesh((2,), hardware="a100")
+    limit = autopar.make_plan(model, mesh, example_inputs=x, optimizer=ADAMW).peak_bytes // 4
+    plan = autopar.make_plan(model, mesh, example_inputs=x, optimizer=ADAMW, memory_limit_bytes=limit)
+    assert plan.peak_bytes <= limit and "offload" in {entry.residency for entry in plan.entries}
+    assert autopar.verify(model, mesh, example_inputs=x, plan=plan).ok
+
+
+def fit_of(host_bytes_per_s: float) -> Fit:
+    profile = load_profile("a100")
+    profile = replace(profile, device=replace(profile.device, host_bytes_per_s=host_bytes_per_s))
+    model, x = layers(128, 4)
+    program, mesh = capture(model, (x,), {}), autopar.Mesh((1,), hardware=profile)
+    optimizer = optimizer_of(ADAMW)
+    plan = plan_program(program, mesh, Options(search="ddp", optimizer=optimizer))
+    hosting = Hosting(plan.planning.decisions, Prices(mesh), optimizer)
+    packing = Packing(plan.planning.decisions, Prices(mesh), (), hosting)
+    return Fit(plan.planning, plan.choice, Prices(mesh), plan.plan.step_s, {}, Budget(30), packing)
+
+
+def choices(fit: Fit) -> Iterator[Residency]:
+    for count in range(len(fit.of.open) + 1):
+        for hosted in combinations(fit.of.open, count):
+            yield Residency(hosted=frozenset(hosted))
+
+
+@pytest.mark.parametrize("host_bytes_per_s", [1e9, 1e13])
+def test_the_choice_is_the_best_of_all_on_small_graphs(host_bytes_per_s: float) -> None:
+    fit = fit_of(host_bytes_per_s)
+    kept = fit.measured(USUAL)
+    constant = fit.beside(kept)
+    foreseen = {residency: float(fit.of.levels(residency, constant).max()) for residency in choices(fit)}
+    assert len(foreseen) >= 16
+    for limit in sorted({int(bytes_) for bytes_ in foreseen.values()})[::4]:
+        best = min(fit.seconds(residency) for residency, bytes_ in foreseen.items() if bytes_ <= limit)
+        found, _ = fit.under(limit, kept)
+        assert found is not None and found.seconds <= best * (1 + 1e-9) + 1e-3 * fit.step_s
+
+
+def test_what_is_foreseen_covers_what_is_measured() -> None:
+    fit = fit_of(1e13)
+    constant = fit.beside(fit.measured(USUAL))
+    for residency in list(choices(fit))[::7]:
+        foreseen = float(fit.of.levels(residency, constant).max())
+        assert (
+            fit.measured(residency).measured.peak_bytes <= foreseen <= 1.1 * fit.measured(residency).measured.peak_bytes
+        )
+
+
+def test_computation_hides_copies_and_a_slow_link_costs_more() -> None:
+    fast, slow = fit_of(1e13), fit_of(1e9)
+    every = frozenset(fast.of.open)
+    assert 0 < fast.seconds(Residency(hosted=every)) < slow.seconds(Residency(hosted=every))
+
+
+def test_a_saved_plan_is_followed() -> None:
+    model, x = layers()
+    plan = planned("fsdp")
+    again = autopar.make_plan(model, (2,), example_inputs=x, optimizer=ADAMW, plan=plan)
+    assert again.hash == plan.hash and (again.peak_bytes, again.host_bytes) == (plan.peak_bytes, plan.host_bytes)
+
+
+def test_half_precision_casts_the_copy_and_scaled_gradients_go_back_wide() -> None:
+    model, x = layers()
+    plan = planned("fsdp", precision="bf16")
+    report = autopar.verify(model, (2,), example_inputs=x, plan=plan, precision="bf16")
+    assert report.ok and report.peak_bytes == plan.peak_bytes - plan.memory["optimizer_state"], report.table
+
+
+def test_what_cannot_lie_on_the_host_is_refused() -> None:
+    model, x = layers()
+    sharded = functools.partial(autopar.optim.ShardedState, optimizer=ADAMW)
+    keywords: dict[str, Any] = {"example_inputs": x, "constraints": {"0.weight": "offload"}}
+    with pytest.raises(ConstraintError, match="divided among the replicas"):
+        autopar.make_plan(model, (2,), optimizer=sharded, **keywords)
+    with pytest.raises(ConstraintError, match="pipeline"):
+        autopar.make_plan(model, (2,), stages=2, **keywords)
+    data = planned("ddp", "").to_json()
+    data["residency"] = {"0.weight": "compress"}
+    with pytest.raises(PlanError, match="it is a parameter"):
+        autopar.make_plan(model, (2,), example_inputs=x, plan=autopar.Plan.from_json(data))
