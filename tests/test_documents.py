@@ -42,12 +42,11 @@ def scripts_of(page: Path) -> list[str]:
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands of autopar in a page's shell blocks, without comments and redirections."""
-    lines = [
-        line.partition(" #")[0].partition(" > ")[0] for block in blocks_of(page, "bash") for line in block.splitlines()
-    ]
-    found = [re.search(r"\bautopar ((?:[a-z]|-[a-z])+ .*)", line.strip()) for line in lines if "pip" not in line]
-    return [match[1] for match in found if match]
+    """The commands of autopar in a page's text that name what they work on, but for those that leave something out."""
+    text = re.sub(BLOCK.format(language=r"\w*"), "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
+    found = [re.fullmatch(r"(?:python -m )?autopar ([a-z][a-z-]* [^-].*)", span) for span in spans]
+    return [match[1] for match in found if match and "..." not in match[1]]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -124,8 +123,8 @@ class TinyModel(torch.nn.Module):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.name)
-def test_the_commands_of_a_page_are_commands(page: Path) -> None:
-    """Parsed, not run: the tutorial's are run by its own test."""
+def test_the_commands_in_a_pages_text_are_commands(page: Path) -> None:
+    """Parsed; those in blocks are run by `test_shell_blocks`."""
     for command in commands_of(page):
         words = shlex.split(command)
         assert hasattr(cli.make_parser(cli.COMMAND_ROOMS).parse_args(words), "run"), command
