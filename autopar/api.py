@@ -20,6 +20,7 @@ from autopar.arguments import (
     Hardware,
     Inputs,
     call_arguments,
+    followed_request,
     load_plan,
     make_options,
     make_request,
@@ -53,7 +54,16 @@ from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.pipeline.virtual_run import run_virtual_pipeline
 from autopar.runtime.step import geometry_of
 from autopar.runtime.virtual_run import VirtualRun, run_virtual_step
-from autopar.verification import Report, Values, compare, eager_values, full_values, is_random, traced_values
+from autopar.verification import (
+    Report,
+    Values,
+    accumulated_values,
+    compare,
+    eager_values,
+    full_values,
+    is_random,
+    traced_values,
+)
 
 SEED = 0  # of the step that verify and run_virtual run
 
@@ -74,6 +84,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    batch_semantics: str | None = None,
     constraints: Constraints = (),
     backend: None = None,
 ) -> ParallelModule:
@@ -85,7 +96,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     `memory_limit_bytes`: per rank, by default the profile's less a margin. `optimizer`: a class or factory whose state
     is counted. `precision`: `bf16` or `fp16`, to compute in; parameters and gradients keep their dtype (`-wide` behind
     it: sums over ranks are in it too). `compress`: `bf16`, `fp8` or `int8`, in which the backward's values may be held
-    where memory is short. `stages="auto"`: divide the mesh's first axis. `constraints`: `{"*.wte.weight": "R,S0"}`.
+    where memory is short. `stages="auto"`: divide the mesh's first axis. `batch_semantics="accumulated"`: each
+    microbatch is a batch by itself, as in gradient accumulation. `constraints`: `{"*.wte.weight": "R,S0"}`.
 
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
     One process is a mesh too (under torchrun, the group is there already):
@@ -104,8 +116,9 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         refuse_unsupported(backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
         inputs = None if example_inputs is None else call_arguments(example_inputs)
-        request = make_request(stages, schedule, microbatches)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request, optimizer)
+        followed = load_plan(plan)
+        request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request, optimizer)
 
     return _compiled(mesh, _agreed(mesh, read))
 
@@ -184,6 +197,7 @@ def make_plan(
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    batch_semantics: str | None = None,
     constraints: Constraints = (),
     backend: None = None,
 ) -> Plan:
@@ -202,10 +216,11 @@ def make_plan(
         again = partial(
             make_plan, model, example_inputs=example_inputs, search=search, memory_limit_bytes=memory_limit_bytes,
             optimizer=optimizer, precision=precision, compress=compress, schedule=schedule, microbatches=microbatches,
-            constraints=constraints,
+            batch_semantics=batch_semantics, constraints=constraints,
         )  # fmt: skip
         return plan_of_fastest(views, lambda view: best_plan(view, again))
-    request, given = make_request(stages, schedule, microbatches), load_plan(plan)
+    given = load_plan(plan)
+    request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), given)
     module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
     captured = partial(capture, module, device=views[0].device_type, precision=options.precision)
@@ -236,6 +251,7 @@ def run_virtual(
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    batch_semantics: str | None = None,
     constraints: Constraints = (),
     backend: None = None,
 ) -> VirtualRun:
@@ -250,9 +266,10 @@ def run_virtual(
     """
     refuse_unsupported(backend=backend)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-    request = make_request(stages, schedule, microbatches)
+    followed = load_plan(plan)
+    request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
     inputs = call_arguments(example_inputs)
-    return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request))[0]
+    return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request))[0]
 
 
 @choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
@@ -271,6 +288,7 @@ def verify(
     stages: Stages | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    batch_semantics: str | None = None,
     constraints: Constraints = (),
     backend: None = None,
     tolerance: float | None = None,
@@ -291,8 +309,9 @@ def verify(
     def read() -> _Given:
         refuse_unsupported(backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-        inputs, request = call_arguments(example_inputs), make_request(stages, schedule, microbatches)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, load_plan(plan), inputs, request)
+        inputs, followed = call_arguments(example_inputs), load_plan(plan)
+        request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
+        return _Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request)
 
     if isinstance(mesh, DeviceMesh):
         return _verify_live(mesh, read, example_inputs, tolerance)
@@ -310,7 +329,8 @@ def _run_virtual(given: _Given) -> tuple[VirtualRun, Program, Plan]:
     args, kwargs = given.inputs
     is_staged = given.axis is not None
     _refuse_asynchronous(given.request)
-    program = capture(given.model, args, kwargs, device="cpu", precision=given.options.precision)
+    part = part_to_capture(given.request, args, kwargs)
+    program = capture(given.model, *part, device="cpu", precision=given.options.precision)
     if is_staged:
         staged = pipeline_or_follow(program, given.mesh, given.options, given.request, plan=given.plan)
         run = run_virtual_pipeline(given.model, pipeline_step(staged), args, kwargs, seed=SEED)
@@ -330,6 +350,11 @@ def _refuse_asynchronous(request: PipelineRequest) -> None:
 
 def _reference(given: _Given, program: Program, inputs: Inputs, seed: int = SEED) -> tuple[Values, str]:
     args, kwargs = call_arguments(inputs)
+    if given.request.accumulated and given.axis is not None:
+        assert given.request.microbatches is not None
+        policy, count = given.options.precision, given.request.microbatches
+        found = accumulated_values(given.model, program, args, kwargs, count, seed=seed, precision=policy)
+        return found, f"the model on one device, on {count} microbatches one after another"
     if is_random(program):
         found = traced_values(given.model, program, tensor_leaves(args, kwargs), seed)
         return found, "the captured program on one device"

@@ -17,6 +17,7 @@ from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStr
 from autopar.mesh import Mesh
 from autopar.passes.packings import LOSSY
 from autopar.plan import Plan
+from autopar.plan_entries import ACCUMULATED, SEMANTICS
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
@@ -82,15 +83,31 @@ def refuse_unsupported(**options: Any) -> None:
             )
 
 
-def make_request(stages: int | str | None, schedule: str | None, microbatches: int | None) -> PipelineRequest:
-    """The pipeline asked for. Raises UnsupportedOptionError for what is no number or no schedule."""
+def make_request(
+    stages: int | str | None, schedule: str | None, microbatches: int | None, batch_semantics: str | None = None
+) -> PipelineRequest:
+    """The pipeline asked for. Raises UnsupportedOptionError for what is no number, no schedule or no semantics."""
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UnsupportedOptionError(f"{name}={value!r} is not a number of {name}", fix="give a number from 1 on")
     if schedule is not None and schedule not in GENERATORS:
         raise UnsupportedOptionError(f"there is no schedule {schedule!r}", fix=f"use one of {', '.join(GENERATORS)}")
+    if batch_semantics not in (None, *SEMANTICS):
+        raise UnsupportedOptionError(
+            f"batch_semantics={batch_semantics!r} says nothing of microbatches",
+            fix=f"use one of {', '.join(SEMANTICS)}",
+        )
     assert not isinstance(stages, str)
-    request = PipelineRequest(stages, schedule, microbatches)
+    request = PipelineRequest(stages, schedule, microbatches, batch_semantics == ACCUMULATED)
+    if request.is_asynchronous and request.accumulated:
+        raise UnsupportedOptionError(
+            f"{schedule} updates the weights after microbatches, and accumulates nothing",
+            fix="leave batch_semantics out: each microbatch is a batch by itself there anyway",
+        )
+    if request.accumulated and microbatches is None:
+        raise UnsupportedOptionError(
+            "what a model computes depends on how many batches are accumulated", fix="give microbatches="
+        )
     if request.is_asynchronous and microbatches is None:
         raise UnsupportedOptionError(
             f"{schedule} updates the weights after microbatches, and is not told how many a batch has",
@@ -99,10 +116,19 @@ def make_request(stages: int | str | None, schedule: str | None, microbatches: i
     return request
 
 
+def followed_request(request: PipelineRequest, plan: Plan | None) -> PipelineRequest:
+    """What is asked for: a given plan's own pipeline, if it has one."""
+    if plan is None or plan.pipeline is None:
+        return request
+    own = plan.pipeline
+    return PipelineRequest(len(plan.stages), own.schedule, own.microbatches, own.batch_semantics == ACCUMULATED)
+
+
 def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> int | None:
     """The mesh axis of the pipeline, if there is to be one. Raises MeshError, UnsupportedOptionError."""
     axis = pipeline_axis(mesh, request.stages) if plan is None else plan.pipeline.axis if plan.pipeline else None
-    if axis is None and (request.schedule is not None or request.microbatches not in (None, 1)):
+    asked = request.schedule is not None or request.microbatches not in (None, 1) or request.accumulated
+    if axis is None and asked:
         raise UnsupportedOptionError(
             "a schedule and microbatches are for pipelines, and no axis of the mesh is one's",
             fix='name an axis of the mesh "pp", or give stages= the length of an axis',

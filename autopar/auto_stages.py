@@ -96,5 +96,5 @@ def _with_choice(make_plan: Callable[..., Plan], function: Callable[..., R], mod
     else:
         plan = best_plan(view, plan_on)
         chosen = Mesh(plan.mesh_shape, plan.axis_names, hardware=view.profile, device_type=view.device_type)
-    pinned = {"stages": None, "schedule": None, "microbatches": None, "plan": plan}
+    pinned = {"stages": None, "schedule": None, "microbatches": None, "batch_semantics": None, "plan": plan}
     return function(model, chosen, **{**given, **pinned})

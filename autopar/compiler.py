@@ -31,12 +31,13 @@ from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.experts.rebalance import Groups
-from autopar.runtime.inputs import first_microbatch
+from autopar.runtime.inputs import first_microbatch, microbatches_of
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
 from autopar.runtime.step import CompiledStep
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
+from autopar.stages.accumulated import accumulated_microbatches
 from autopar.stages.microbatch import cut_as, independent_microbatches
 from autopar.stages.staged import stage_program
 
@@ -127,24 +128,27 @@ class StagedCompiler:
     ) -> CompiledPipeline:
         """Capture, plan and stage one program; see `PipelineCompiler`."""
         request = self.request
+        if like is not None and request.accumulated:
+            most = like.schedule.microbatches
+            request = replace(request, microbatches=microbatches_of(args, kwargs, most))
 
         def captured() -> Program:
             part = part_to_capture(request, args, kwargs, like)
             return capture(model, *part, device=self.mesh.device_type, precision=self.options.precision)
 
         program = self.ranks.all_succeed(captured)
-        text = self.ranks.first_decides(lambda: _packed(self._planned(program, like)))
+        text = self.ranks.first_decides(lambda: _packed(self._planned(program, request, like)))
         return self.ranks.all_succeed(lambda: _staged(program, text))
 
-    def _planned(self, program: Program, like: PipelineStep | None) -> PlannedPipeline:
-        return pipeline_or_follow(program, self.mesh, self.options, self.request, plan=self.plan, like=like)
+    def _planned(self, program: Program, request: PipelineRequest, like: PipelineStep | None) -> PlannedPipeline:
+        return pipeline_or_follow(program, self.mesh, self.options, request, plan=self.plan, like=like)
 
 
 def part_to_capture(
     request: PipelineRequest, args: tuple[Any, ...], kwargs: dict[str, Any], like: PipelineStep | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The part of a call of which a pipeline's program is made: all of it, but one microbatch where each is a batch."""
-    if not request.is_asynchronous or like is not None:
+    if not request.are_batches or (like is not None and not request.accumulated):
         return args, kwargs
     return first_microbatch(args, kwargs, request.microbatches or request.stages or 1)
 
@@ -160,7 +164,7 @@ def pipeline_or_follow(
 ) -> PlannedPipeline:
     """A pipeline that is searched for, or a given one, priced anew; `like`: for other shapes or modes of its model."""
     if like is not None:
-        return plan_pipeline_like(program, mesh, options, like.staged, like.schedule, like.assignments)
+        return plan_pipeline_like(program, mesh, options, like.staged, like.schedule, like.assignments, request)
     if plan is not None:
         return follow_pipeline(program, mesh, options, plan)
     return plan_pipeline(program, mesh, options, request)
@@ -171,17 +175,21 @@ def _packed(planned: PlannedPipeline) -> str:
     pieces, staged = planned.staged.microbatches, planned.staged
     assignments = tuple(item.assignment for item in planned.stages)
     plan = planned.plan.without_problems()
-    message = (pieces.cut, pieces.layouts, staged.cuts, planned.schedule, assignments, planned.axis, plan)
+    semantics = pieces.count, pieces.independent, pieces.accumulated
+    message = (pieces.cut, pieces.layouts, semantics, staged.cuts, planned.schedule, assignments, planned.axis, plan)
     return base64.b64encode(pickle.dumps(message)).decode()
 
 
 def _staged(program: Program, text: str) -> CompiledPipeline:
     """The pipeline that the first rank sent: the ranks of one job trust each other, as in torch.distributed."""
-    cut, layouts, cuts, schedule, assignments, axis, plan = pickle.loads(base64.b64decode(text))
-    if schedule.synchronous:
-        pieces = cut_as(program, cut, layouts)
+    cut, layouts, semantics, cuts, schedule, assignments, axis, plan = pickle.loads(base64.b64decode(text))
+    count, independent, accumulated = semantics
+    if accumulated:
+        pieces = accumulated_microbatches(program, count)
+    elif independent:
+        pieces = independent_microbatches(program, count)
     else:
-        pieces = independent_microbatches(program, schedule.microbatches)
+        pieces = cut_as(program, cut, layouts)
     staged = stage_program(pieces, cuts)
     return CompiledPipeline(PipelineStep(staged, schedule, assignments, axis), plan)
 

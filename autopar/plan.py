@@ -16,7 +16,7 @@ from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
 from autopar.folding import fold_in_order, fold_keys
 from autopar.plan_details import EntryCosts, PlanDetails
-from autopar.plan_entries import SCHEMA, OpWithoutRule, Pipeline, PlanEntry, PlanReader, plan_json_text
+from autopar.plan_entries import SCHEMA, WHOLE, OpWithoutRule, Pipeline, PlanEntry, PlanReader, plan_json_text
 from autopar.plan_questions import Change, Cutting, Explanation, Planning
 from autopar.search import Problem, memory_frontier, undominated
 from autopar.version import __version__
@@ -107,6 +107,7 @@ class Plan:
         lines = [self.model_hash, repr(self.mesh_shape)]
         if self.pipeline is not None:
             lines.append(f"{self.pipeline.schedule} {self.pipeline.axis} {self.pipeline.microbatches}")
+            lines += [self.pipeline.batch_semantics] if self.pipeline.batch_semantics != WHOLE else []
             lines += [f"{stage.number} {stage.starts} {stage.plan.hash}" for stage in self.stages]
         lines += sorted(f"{entry.key} {' '.join(entry.signature())}" for entry in self.entries)
         return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]

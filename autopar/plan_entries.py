@@ -83,16 +83,22 @@ class OpWithoutRule:
     where: str = ""  # the user's line of the first use
 
 
+WHOLE, ACCUMULATED = "whole", "accumulated"
+SEMANTICS = (WHOLE, ACCUMULATED)  # of a pipeline's microbatches
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """How the stages of a plan run. `axis`: of the mesh, along which they lie. `bubble`: the share of the step, over
-    all ranks, in which none computes, as simulated."""
+    all ranks, in which none computes, as simulated. `batch_semantics`: a microbatch is a part of the `whole` batch, or
+    a batch by itself whose gradients are `accumulated`."""
 
     axis: int
     schedule: str
     microbatches: int
     virtual_stages: int = 1  # of each rank
     bubble: float = 0.0
+    batch_semantics: str = WHOLE
 
 
 def plan_json_text(data: dict[str, Any]) -> str:
@@ -255,7 +261,11 @@ class PlanReader:
             raise PlanFormatError(f"a pipeline of {whole} on a mesh of {axes} axes", where="pipeline")
         if not self.field(found, "stages", list):
             raise PlanFormatError("a pipeline without stages", where="pipeline")
-        return Pipeline(schedule=self.field(found, "schedule", str), bubble=numbers["bubble"], **whole)
+        semantics = self.field({"batch_semantics": WHOLE, **found}, "batch_semantics", str)
+        if semantics not in SEMANTICS:
+            raise PlanFormatError(f"batch_semantics {semantics!r:.40}", where="pipeline")
+        schedule = self.field(found, "schedule", str)
+        return Pipeline(schedule=schedule, bubble=numbers["bubble"], batch_semantics=semantics, **whole)
 
     def stages(self) -> list[tuple[dict[str, Any], Any]]:
         """Of each stage its numbers and where it starts, and its plan, not read yet."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
 from autopar.report.figures import rendered
+from autopar.runtime.inputs import nth_microbatch
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
-from autopar.runtime.twins import run_apart
+from autopar.runtime.twins import run_apart, twin_of
 from autopar.runtime.virtual_run import program_values
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
@@ -269,6 +270,60 @@ def traced_values(model: nn.Module, program: Program, inputs: Mapping[str, torch
     for output, value in zip(program.outputs, results, strict=True):
         found[_FIELDS.get(output.kind, "outputs")][output.name] = value
     return Values(**found, computed_in=computed_in(program))
+
+
+def accumulated_values(
+    model: nn.Module,
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    *,
+    seed: int,
+    precision: Precision | None,
+) -> Values:
+    """The mean loss of `count` equal microbatches, its gradients, and the buffers after the last of them.
+
+    `program`: of one microbatch. Each runs on a copy of the model with the buffers that the one before it left; a
+    random model runs as the captured program, each microbatch with a seed of its own.
+    """
+    twin, found = twin_of(model), list[Values]()
+    for number in range(count):
+        own_args, own_kwargs = nth_microbatch(args, kwargs, count, number)
+        if is_random(program):
+            one = traced_values(twin, program, tensor_leaves(own_args, own_kwargs), seed + number)
+        else:
+            one = eager_values(twin, program, own_args, own_kwargs, precision)
+        found.append(one)
+        with torch.no_grad():
+            for name, value in one.buffers.items():
+                twin.get_buffer(name).copy_(value)
+    losses = {output.name for output in program.outputs if output.kind is OutputKind.LOSS}
+    outputs = {
+        name: _mean_of([one.outputs[name] for one in found])
+        if name in losses
+        else _joined([one.outputs[name] for one in found])
+        for name in found[0].outputs
+    }
+    gradients = {name: _mean_of([one.gradients[name] for one in found if name in one.gradients], count)
+                 for name in _names([one.gradients for one in found])}  # fmt: skip
+    return replace(found[-1], outputs=outputs, gradients=gradients)
+
+
+def _names(every: Sequence[Mapping[str, torch.Tensor]]) -> list[str]:
+    return list(dict.fromkeys(name for one in every for name in one))
+
+
+def _mean_of(values: Sequence[torch.Tensor], count: int = 0) -> torch.Tensor:
+    """Of so many values, of which those that are left out are zero; in float64 or more, in their own dtype again."""
+    total = sum(value.detach().to(torch.promote_types(value.dtype, torch.float64)) for value in values)
+    assert isinstance(total, torch.Tensor)
+    return (total / (count or len(values))).to(values[0].dtype)
+
+
+def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An output of all samples; one that has no samples is the last microbatch's."""
+    return torch.cat(list(values)) if values[0].dim() else values[-1]
 
 
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:

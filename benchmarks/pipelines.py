@@ -1,10 +1,10 @@
 """Every promised model through every schedule: how far loss and gradients are from the single device.
 
-    python -m benchmarks.pipelines [--models gpt2,llama] [--write-docs]
+    python -m benchmarks.pipelines [--models gpt2,llama] [--gloo] [--write-docs]
 
-All ranks run in this process. Each line of the table is one model; its figure is the worst relative error over stages,
-schedules and microbatches. Refusals are counted, with the reason. Memory: planned bytes of the fullest rank over
-measured ones, the least and the most.
+All ranks run in this process; with `--gloo` each is a process (`benchmarks.pipelines_on_gloo`). Each line of the table
+is one model; its figure is the worst relative error over stages, schedules and microbatches. Refusals are counted, with
+the reason. Memory: planned bytes of the fullest rank over measured ones, the least and the most.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import autopar
 from autopar.errors import AutoparError
 from autopar.zoo.plain import make_plain
+from benchmarks import pipelines_on_gloo
 from benchmarks.tables import ROOT, write_table
 from tests.autopar.models import MODELS
 
@@ -93,11 +94,25 @@ def run(name: str, make: Callable[[], Any]) -> Line:
     return line
 
 
+def run_on_gloo(models: list[str], *, write_docs: bool) -> None:
+    """All cases on processes, mesh by mesh."""
+    every = [case for mesh in pipelines_on_gloo.MESHES for case in pipelines_on_gloo.on_processes(mesh, models)]
+    lines = pipelines_on_gloo.table(every, models)
+    print(*lines, *(case for case in every if not case.ok), sep="\n")
+    if write_docs:
+        said = f"{platform.machine()}, gloo processes on one machine, {datetime.now(UTC):%Y-%m-%d}."
+        write_table(PAGE, "pipelines on gloo", [said, "", *lines])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="gpt2,llama,t5,vit,resnet,unet")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/pipelines.md")
+    parser.add_argument("--gloo", action="store_true", help="on real processes")
     chosen = parser.parse_args()
+    if chosen.gloo:
+        run_on_gloo(chosen.models.split(","), write_docs=chosen.write_docs)
+        return
     lines = [
         "| model | verified | wrong | worst relative error | planned over measured memory | refused |",
         f"|{' --- |' * 6}",

@@ -28,15 +28,8 @@ def defer_reductions(gm: fx.GraphModule, program: Program) -> DeferredReductions
     Invariant: sums over ranks and sums over microbatches may be taken in either order. A gradient that is scattered, or
     widened after its sum, stays as it is: its parts would take more memory, or be added up in fewer bits.
     """
-    outputs = [output for output in program.outputs if output.kind is OutputKind.GRADIENT]
-    results = list(results_of(gm.graph))
-    tails = {
-        number: tail
-        for number, (output, node) in enumerate(zip(outputs, results, strict=True))
-        if not output.is_between_stages and results.count(node) == 1 and (tail := _tail(node))
-    }
-    seen = [tail[0].all_input_nodes[0] for tail in tails.values()]
-    numbers = tuple(number for number in sorted(tails) if seen.count(tails[number][0].all_input_nodes[0]) == 1)
+    results, tails = list(results_of(gm.graph)), last_sums(gm, program)
+    numbers = tuple(sorted(tails))
     if not numbers:
         return None
     parts = {number: tails[number][0].all_input_nodes[0] for number in numbers}
@@ -50,6 +43,19 @@ def defer_reductions(gm: fx.GraphModule, program: Program) -> DeferredReductions
         [results[number] for number in numbers],
     )
     return DeferredReductions(boxed(gm, of_microbatch), boxed(gm, of_step), numbers)
+
+
+def last_sums(gm: fx.GraphModule, program: Program) -> dict[int, list[fx.Node]]:
+    """By number of a gradient, the all-reduces and waits that a backward graph may leave to the end of a step."""
+    outputs = [output for output in program.outputs if output.kind is OutputKind.GRADIENT]
+    results = list(results_of(gm.graph))
+    tails = {
+        number: tail
+        for number, (output, node) in enumerate(zip(outputs, results, strict=True))
+        if not output.is_between_stages and results.count(node) == 1 and (tail := _tail(node))
+    }
+    seen = [tail[0].all_input_nodes[0] for tail in tails.values()]
+    return {number: tail for number, tail in tails.items() if seen.count(tail[0].all_input_nodes[0]) == 1}
 
 
 def _tail(node: fx.Node | None) -> list[fx.Node]:

@@ -171,7 +171,8 @@ class _EdgeCosts:
             targets = tuple(strategy.inputs[argument] for strategy in consumer.strategies)
             costs = MoveCosts(spec, sources, targets, self.prices)
             self.by_ends[ends] = self.known.setdefault((spec, sources, targets), costs)
-        return self.by_ends[ends].under(window)
+        costs = self.by_ends[ends]
+        return costs.of_gradient(window) if consumer.kind == "gradient" else costs.under(window)
 
     def tie(self, count: int) -> Matrix:
         """For two decisions of `count` strategies that choose the same."""

@@ -44,7 +44,11 @@ def places(found: Anatomy, prices: Prices) -> Places:
         for index in range(1, len(found.forward))
         if ops[index] and 0 < width[index] <= min(around[index - 1], around[index + 1])
     ]
-    narrow = _narrowest(inner, width)
+    return places_at(found, _narrowest(inner, width), prices)
+
+
+def places_at(found: Anatomy, narrow: Sequence[int], prices: Prices) -> Places:
+    """Given places of a program, and what lies between them."""
     seconds = np.zeros(len(narrow) + 1)
     assignment = assign_stages(found, narrow)
     for node, stage in assignment.stage.items():
@@ -53,7 +57,15 @@ def places(found: Anatomy, prices: Prices) -> Places:
     readers = np.zeros(len(narrow) + 1, dtype=np.int64)
     for node in found.forward:
         readers[assignment.stage[node]] += any(found.parameters.get(source) for source in node.all_input_nodes)
-    return Places(tuple(narrow), seconds, width[narrow] if narrow else np.zeros(0), readers)
+    return Places(tuple(narrow), seconds, crossing_bytes(found)[list(narrow)] if narrow else np.zeros(0), readers)
+
+
+def same_cuts(found: Anatomy, cuts: Sequence[int], other: Anatomy) -> tuple[int, ...] | None:
+    """The places of another microbatch of the same program before the same ops; None where it has not all of them."""
+    places_by_key = {node.meta["key"]: index for index, node in enumerate(other.forward)}
+    same = [places_by_key.get(found.forward[cut].meta["key"]) for cut in cuts]
+    known = tuple(place for place in same if place is not None)
+    return known if len(known) == len(cuts) and list(known) == sorted(set(known)) else None
 
 
 def _narrowest(candidates: Sequence[int], width: npt.NDArray[np.float64]) -> list[int]:

@@ -138,16 +138,17 @@ class DecisionList:
         return self._placed[key]
 
     def _updated(self, spec: TensorSpec) -> tuple[npt.NDArray[np.int64], Seconds, npt.NDArray[np.int64] | None]:
-        """Under each strategy of a parameter: its bytes with its optimizer's state, the seconds of its step, and the
-        bytes of the state that lies on the host, if any does."""
+        """Under each strategy of a parameter: its bytes with its optimizer's state, the seconds of its step that a
+        microbatch bears, and the bytes of the state that lies on the host, if any does."""
         if spec not in self._updates:
             strategies, held = self._stored(InputKind.PARAMETER, spec)
             layouts = [strategy.outputs[0] for strategy in strategies]
             state = [self.optimizer.bytes(spec, layout, self.mesh_shape) for layout in layouts]
-            seconds = [self.prices.optimizer(self.optimizer, spec, layout) for layout in layouts]
+            step_s = [self.prices.optimizer(self.optimizer, spec, layout) for layout in layouts]
+            seconds = np.array(step_s) / self.prices.microbatches
             away = [self.optimizer.host_bytes(spec, layout, self.mesh_shape) for layout in layouts]
             on_host = np.array(away, dtype=np.int64) if any(away) else None
-            self._updates[spec] = held + np.array(state, dtype=np.int64), np.array(seconds), on_host
+            self._updates[spec] = held + np.array(state, dtype=np.int64), seconds, on_host
         return self._updates[spec]
 
     def _placeholder_layouts(self, kind: InputKind, spec: TensorSpec) -> list[Layout]:

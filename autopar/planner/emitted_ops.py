@@ -13,6 +13,7 @@ from autopar.capture.program import InputKind, OutputKind
 from autopar.cost_models.simulator import TimedOp
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
+from autopar.passes.defer_reductions import last_sums
 from autopar.passes.host_parameters import ON_HOST
 from autopar.passes.pipeline import LocalProgram
 from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes, copied_over_bytes
@@ -40,6 +41,14 @@ class _Walk:
         self.last_compute: tuple[int, ...] = ()
         self.waited: tuple[int, ...] = ()  # collectives that the compute stream has waited for since its last op
         self.started: dict[fx.Node, int] = {}
+        self.once = self._once()
+
+    def _once(self) -> frozenset[fx.Node]:
+        """What is left to the end of a step of several microbatches: one bears its share."""
+        if self.prices.microbatches == 1 or self.local.backward is None:
+            return frozenset()
+        tails = last_sums(self.local.backward, self.local.program).values()
+        return frozenset(node for tail in tails for node in tail)
 
     def add(self, node: fx.Node) -> None:
         if is_collective(node):
@@ -58,10 +67,10 @@ class _Walk:
 
     def _add_collective(self, node: fx.Node) -> None:
         call, detail = collective_call(node, self.local.geometry), _detail(node)
-        copied = copied_bytes(call)
+        copied, share = copied_bytes(call), 1 / self.prices.microbatches if node in self.once else 1.0
         if copied:
-            self._compute(f"{node.name}_copy", self.prices.copy(copied), detail)
-        seconds = self.prices.collective(call.kind, call.bytes_, call.axis)
+            self._compute(f"{node.name}_copy", self.prices.copy(copied) * share, detail)
+        seconds = self.prices.collective(call.kind, call.bytes_, call.axis) * share
         stream = f"communication, axis {self.prices.mesh.axis_names[call.axis]}"
         link = "link inside nodes" if self.prices.axes[call.axis].nodes == 1 else "link between nodes"
         after, detail = self.last_compute + self.waited, f"{detail}; {call.bytes_} bytes"
@@ -85,7 +94,7 @@ class _Walk:
         for node in self.local.forward.graph.nodes:
             if node.op == "placeholder" and names.get(node.name) in trained:
                 step = self.prices.hosted_optimizer if node.meta.get(ON_HOST) else self.prices.optimizer
-                seconds = step(optimizer, full[node.name], node.meta["layout"])
+                seconds = step(optimizer, full[node.name], node.meta["layout"]) / self.prices.microbatches
                 self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
 
 

@@ -36,7 +36,8 @@ class Formulas:
             return ()
         spec, layout = decision.specs[0], decision.strategies[pick].outputs[0]
         assert spec is not None
-        return tuple(price.at(0) for price in self.prices.optimizer_prices(self.optimizer, spec, layout))
+        prices = self.prices.optimizer_prices(self.optimizer, spec, layout)
+        return tuple(replace(price.at(0), times=price.at(0).times / self.prices.microbatches) for price in prices)
 
     def _held(self, decision: Decision, pick: int) -> tuple[Priced, ...]:
         """Of its values on the largest rank; of a parameter that is trained, with what training adds."""

@@ -74,6 +74,7 @@ class Options:
     seed: int = 0
     discovery: Discovery | None = None
     compress: str = ""  # the residency that loses precision and may be chosen, if any
+    microbatches: int = 1  # of a step; the program is that of one of them
     hosted: frozenset[str] | None = None  # the parameters that lie on the host, where that is fixed already
     hosts_parameters: bool = True  # whether any may
 
@@ -149,7 +150,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.options.time_limit_s)
-        self.prices = Prices(self.mesh, self.mesh.profile.slowest_speed(self.mesh.size))  # all wait for the slowest
+        slowest = self.mesh.profile.slowest_speed(self.mesh.size)  # all wait for it
+        self.prices = Prices(self.mesh, slowest, self.options.microbatches)
         self.limit = self.options.limit(self.mesh)
         self.rules = self.options.rule_book(self.mesh)
         decisions = DecisionList(self.program, self.prices, self.options.optimizer, self.rules).build()

@@ -23,7 +23,7 @@ from autopar.planner.decisions import Decision
 from autopar.planner.prices import Prices
 from autopar.planner.saved_values import roots_of
 from autopar.search import FORBIDDEN
-from autopar.sharding.layout import Layout, replicated
+from autopar.sharding.layout import REPLICATE, Layout, is_partial, replicated
 from autopar.sharding.op_call import TensorSpec
 from autopar.sharding.reshard import KINDS, End, end_steps, reshard_seconds_matrix, reshard_steps
 
@@ -65,6 +65,7 @@ class MoveCosts:
     targets: tuple[Layout, ...]
     prices: Prices
     _under: dict[Window, Matrix] = field(default_factory=dict)
+    _of_gradients: dict[Window, Matrix] = field(default_factory=dict)
 
     def under(self, window: Window) -> Matrix:
         """The matrix for one window; one and the same for windows that are equal."""
@@ -78,6 +79,25 @@ class MoveCosts:
         """Nothing hidden; inf where there is no path."""
         mesh_shape = self.prices.mesh.shape
         return reshard_seconds_matrix(self.spec, self.sources, self.targets, mesh_shape, self.prices.collective)
+
+    def of_gradient(self, window: Window) -> Matrix:
+        """As `under`, for a parameter's gradient: its sum over ranks is made once a step, behind all microbatches."""
+        if self.prices.microbatches == 1:
+            return self.under(window)
+        if window not in self._of_gradients:
+            once_s = self.seconds / self.prices.microbatches
+            self._of_gradients[window] = np.where(self._are_sums, once_s, self.under(window))
+        return self._of_gradients[window]
+
+    @cached_property
+    def _are_sums(self) -> npt.NDArray[np.bool_]:
+        """Which moves do nothing but sum: those are deferred (`passes.defer_reductions`)."""
+        pairs = [[list(zip(source, target, strict=True)) for target in self.targets] for source in self.sources]
+        found = [
+            [all(have == want or (is_partial(have) and want == REPLICATE) for have, want in pair) for pair in row]
+            for row in pairs
+        ]
+        return np.array(found, dtype=bool) & np.isfinite(self.seconds)
 
     def _saved(self, window: Window) -> Matrix:
         kinds, seconds = self._last_steps if window.at_end else self._first_steps

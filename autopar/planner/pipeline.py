@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.errors import ConstraintError, InputError, MemoryLimitError, PlanError, ScheduleError
@@ -28,12 +29,20 @@ MARGIN = 1.02  # recomputing needs some room of its own
 FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
 
 
+class Effort(Enum):
+    """What is done with stages that hold too much: they recompute more under the same layouts, or are planned anew."""
+
+    RECOMPUTE = auto()
+    REPLAN = auto()
+
+
 def plan_stages(
     staged: Staged,
     mesh: Mesh,
     options: Options,
     rooms: Sequence[Room] = (),
     before: Sequence[Planned] = (),
+    effort: Effort = Effort.REPLAN,
 ) -> tuple[Planned, ...]:
     """A plan for each stage on its own mesh; what goes between two of them lies the same on both sides.
 
@@ -53,9 +62,10 @@ def plan_stages(
             boundary_layouts=known,
             time_limit_s=options.time_limit_s / len(staged.stages),
             memory_limit_bytes=rooms[stage.index].limit_bytes if rooms else options.memory_limit_bytes,
+            microbatches=staged.microbatches.of_a_step,
         )
         if before:
-            planned = _again(before[stage.index], mesh, own_options, rooms[stage.index])
+            planned = _again(before[stage.index], mesh, own_options, rooms[stage.index], effort)
         else:
             planned = plan_program(stage.program, mesh, own_options)
         found.append(planned)
@@ -72,7 +82,7 @@ class Room:
     less_bytes: int = 0
 
 
-def _again(last: Planned, mesh: Mesh, options: Options, room: Room) -> Planned:
+def _again(last: Planned, mesh: Mesh, options: Options, room: Room, effort: Effort) -> Planned:
     """The plan of a stage under other options, from the last one.
 
     Where less memory is all that is other, its layouts stay if recomputing makes them fit: a plan sees one microbatch,
@@ -84,6 +94,11 @@ def _again(last: Planned, mesh: Mesh, options: Options, room: Room) -> Planned:
     if last.plan.peak_bytes <= limit:
         return last
     saving = planner.saving_less(last.best, room.less_bytes) if room.less_bytes else None
+    if saving is None and room.less_bytes and effort is Effort.RECOMPUTE:
+        raise MemoryLimitError(
+            f"a stage holds {room.less_bytes} bytes too much of every microbatch in flight, whatever it recomputes",
+            fix="use more microbatches, more stages, or 1f1b, which holds the fewest",
+        )
     return saving or planner.under(limit)
 
 
@@ -157,31 +172,79 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
 
 
 def _first_that_fits(search: PipelineSearch) -> PlannedPipeline:
-    refused: MemoryLimitError | None = None
-    for proposal in search.proposals()[:TRIED]:
-        try:
-            return _planned(search, proposal)
-        except MemoryLimitError as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+    """The fastest proposal that fits as its stages are first planned, but for what they recompute; where none of a few
+    does, the fastest of them whose stages can be planned anew to fit."""
+    attempts = _Attempts(search, Effort.RECOMPUTE)
+    try:
+        return attempts.run()
+    except MemoryLimitError:
+        return replace(attempts, effort=Effort.REPLAN).run()
 
 
-def _planned(search: PipelineSearch, proposal: Proposal) -> PlannedPipeline:
-    """A proposal planned, stage by stage; stages that hold too much with all in flight are planned again with less."""
-    staged, limits = search.staged(proposal), search.limits_bytes
-    request = PipelineRequest(len(staged.stages), proposal.schedule, proposal.microbatches)
-    placement: Placement = "v" if proposal.schedule in V_SHAPED else "loop"
-    own = [Room(limits[rank_of(stage, len(limits), placement)]) for stage in range(len(staged.stages))]
-    planned: tuple[Planned, ...] = ()
-    for _ in range(FITTING_ROUNDS + 1):
-        planned = plan_stages(staged, search.inner, search.options, own, planned)
-        result = finished(search.mesh, search.axis, staged, planned, search.rules, search.options, request)
-        if _fits(result, limits):
-            cutting = CutAnswers(search, proposal.microbatches, proposal.schedule, proposal.cuts)
-            return replace(result, plan=replace(result.plan, cutting=cutting))
-        own = _tighter(result, limits)
-    raise MemoryLimitError(
+@dataclass
+class _Attempts:
+    """Proposals planned, one after the other."""
+
+    search: PipelineSearch
+    effort: Effort
+    first: dict[tuple[int, tuple[int, ...]], tuple[Planned, ...]] = field(default_factory=dict)  # by count and cuts
+
+    def run(self) -> PlannedPipeline:
+        """After a proposal that does not fit only those that hold less are tried; the last is the one that holds least.
+
+        Raises what the first one raised.
+        """
+        refused: MemoryLimitError | None = None
+        held, left = self.search.held_samples, self.search.proposals()
+        for tried in range(TRIED):
+            if not left:
+                break
+            proposal = left[0] if tried < TRIED - 1 else min(left, key=held)
+            try:
+                return self._planned(self.search.exact(proposal))
+            except MemoryLimitError as error:
+                refused = refused or error
+            left = [it for it in left if held(it) < held(proposal)]
+        assert refused is not None
+        raise refused
+
+    def _planned(self, proposal: Proposal) -> PlannedPipeline:
+        """A proposal planned, stage by stage; stages that hold too much with all in flight have less room again."""
+        search, limits = self.search, self.search.limits_bytes
+        staged = search.staged(proposal)
+        request = replace(
+            search.request,
+            stages=len(staged.stages),
+            schedule=proposal.schedule,
+            microbatches=proposal.microbatches,
+        )
+        placement: Placement = "v" if proposal.schedule in V_SHAPED else "loop"
+        own = [Room(limits[rank_of(stage, len(limits), placement)]) for stage in range(len(staged.stages))]
+        planned: tuple[Planned, ...] = ()
+        for _ in range(FITTING_ROUNDS + 1):
+            planned = self._stages(staged, proposal, own, planned)
+            result = finished(search.mesh, search.axis, staged, planned, search.rules, search.options, request)
+            if _fits(result, limits):
+                cutting = CutAnswers(search, proposal.microbatches, proposal.schedule, proposal.cuts)
+                return replace(result, plan=replace(result.plan, cutting=cutting))
+            own = _tighter(result, limits)
+        raise _too_full(result, limits)
+
+    def _stages(
+        self, staged: Staged, proposal: Proposal, rooms: Sequence[Room], before: Sequence[Planned]
+    ) -> tuple[Planned, ...]:
+        """The stages' plans. The first ones are the same under every schedule where all ranks may hold as much."""
+        search = self.search
+        if before:
+            return plan_stages(staged, search.inner, search.options, rooms, before, self.effort)
+        key = proposal.microbatches, proposal.cuts
+        if key not in self.first or len(set(search.limits_bytes)) > 1:
+            self.first[key] = plan_stages(staged, search.inner, search.options, rooms)
+        return self.first[key]
+
+
+def _too_full(result: PlannedPipeline, limits: Sequence[int]) -> MemoryLimitError:
+    return MemoryLimitError(
         f"the fullest rank needs {result.plan.peak_bytes} bytes with its microbatches in flight, "
         f"{min(limits)} are allowed",
         fix="use more microbatches, more stages, or 1f1b, which holds the fewest",

@@ -10,6 +10,7 @@ from autopar.capture.program import BETWEEN_STAGES, InputKind, Program
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.plan_entries import ACCUMULATED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.cuts import cuts_like
@@ -25,8 +26,9 @@ from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.schedules.actions import Schedule
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
+from autopar.stages.accumulated import accumulated_microbatches
 from autopar.stages.assign import Anatomy, anatomy
-from autopar.stages.microbatch import batch_size, cut_microbatches, independent_microbatches
+from autopar.stages.microbatch import batch_size, cut_microbatches
 from autopar.stages.staged import Staged, stage_program
 
 
@@ -37,6 +39,7 @@ def plan_pipeline_like(
     like: Staged,
     schedule: Schedule,
     assignments: Sequence[Assignment],
+    request: PipelineRequest,
 ) -> PlannedPipeline:
     """A pipeline for other shapes or modes of a model whose parameters lie already: same stages, same layouts."""
     axis, options = pipeline_axis(mesh, len(like.stages)), options.of_stages
@@ -48,11 +51,17 @@ def plan_pipeline_like(
             if item.kind is InputKind.PARAMETER:
                 layouts[item.name] = assignment.inputs[item.node]
     count = min(schedule.microbatches, max(1, batch_size(program)))
-    pieces = cut_microbatches(program, count, rules.rules_of)
+    if request.accumulated:
+        assert request.microbatches is not None
+        count = request.microbatches
+        pieces = accumulated_microbatches(program, count)
+    else:
+        pieces = cut_microbatches(program, count, rules.rules_of)
     staged = stage_program(pieces, cuts_like(anatomy(pieces.pieces[0]), like))
     planned = plan_stages(staged, inner, replace(options, parameter_layouts=layouts, constraints=()))
     name = schedule.name if schedule.synchronous else "1f1b"
-    return finished(mesh, axis, staged, planned, rules, options, PipelineRequest(len(like.stages), name, count))
+    own = PipelineRequest(len(like.stages), name, count, request.accumulated)
+    return finished(mesh, axis, staged, planned, rules, options, own)
 
 
 def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) -> PlannedPipeline:
@@ -64,20 +73,19 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
         raise PlanError(
             f"the plan is for a mesh of {plan.mesh_shape}, this mesh is {mesh.shape}", fix="plan again for this mesh"
         )
-    request = PipelineRequest(len(plan.stages), pipeline.schedule, pipeline.microbatches)
+    accumulated = pipeline.batch_semantics == ACCUMULATED
+    request = PipelineRequest(len(plan.stages), pipeline.schedule, pipeline.microbatches, accumulated)
     rules, inner = options.rule_book(mesh), without_axis(mesh, pipeline.axis)
-    if request.is_asynchronous:
-        pieces = independent_microbatches(program, pipeline.microbatches)
-    else:
-        pieces = cut_microbatches(program, pipeline.microbatches, rules.rules_of)
+    pieces = request.pieces(program, pipeline.microbatches, rules.rules_of)
     staged = stage_program(pieces, _cuts_at(anatomy(pieces.pieces[0]), plan))
-    layouts = _boundary_of(plan)
+    layouts, spread = _boundary_of(plan), replace(options, microbatches=pieces.of_a_step)
     planned = tuple(
-        price_choice(stage.program, inner, options, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
+        price_choice(stage.program, inner, spread, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
         for stage, own in zip(staged.stages, plan.stages, strict=True)
     )
     found = finished(mesh, pipeline.axis, staged, planned, rules, options, request)
-    search = PipelineSearch(program, mesh, pipeline.axis, options, PipelineRequest(len(plan.stages)), rules)
+    again = request if request.are_batches else PipelineRequest(len(plan.stages))
+    search = PipelineSearch(program, mesh, pipeline.axis, options, again, rules)
     cutting = CutAnswers(search, pipeline.microbatches, pipeline.schedule, staged.cuts)
     notes = what_was_recomputed(plan, found.plan) or found.plan.notes
     return replace(found, plan=replace(found.plan, notes=notes, cutting=cutting))

@@ -86,6 +86,7 @@ def finished(
             schedule.microbatches,
             schedule.virtual_stages,
             bubble_fraction(simulation),
+            request.semantics,
         ),
         details=PlanDetails(chart=_chart(simulation)),
     )
@@ -150,7 +151,8 @@ def _starts(staged: Staged) -> list[fx.Node]:
 
 def _update_s(planned: Planned) -> float:
     step = planned.plan.step_ops
-    return sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
+    shares = sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
+    return shares * planned.planner.prices.microbatches
 
 
 def make_schedule(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autopar.capture.program import Program
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.plan_entries import ACCUMULATED, WHOLE
+from autopar.stages.accumulated import accumulated_microbatches
+from autopar.stages.microbatch import Microbatches, cut_microbatches, independent_microbatches
+from autopar.stages.time_layouts import RulesOf
 
 V_SHAPED = ("zb-v",)
 PIPELINE_AXES = ("pp", "pipe", "pipeline", "stage")
@@ -18,6 +23,7 @@ class PipelineRequest:
     stages: int | None = None
     schedule: str | None = None
     microbatches: int | None = None
+    accumulated: bool = False  # a microbatch is a batch by itself, between two updates: gradient accumulation
 
     @property
     def is_asynchronous(self) -> bool:
@@ -25,9 +31,27 @@ class PipelineRequest:
         return self.schedule is not None and self.schedule.startswith("pipedream")
 
     @property
+    def are_batches(self) -> bool:
+        """Whether each microbatch is a batch by itself, of which the program is captured."""
+        return self.is_asynchronous or self.accumulated
+
+    def pieces(self, program: Program, count: int, rules_of: RulesOf) -> Microbatches:
+        """A program as the microbatches asked for. Raises MicrobatchError where that would not be the model."""
+        if self.accumulated:
+            return accumulated_microbatches(program, count)
+        if self.is_asynchronous:
+            return independent_microbatches(program, count)
+        return cut_microbatches(program, count, rules_of)
+
+    @property
     def text(self) -> str:
         """One line per option: what ranks compare."""
-        return f"stages {self.stages}\nschedule {self.schedule}\nmicrobatches {self.microbatches}"
+        return f"stages {self.stages}\nschedule {self.schedule}\nmicrobatches {self.microbatches}\n{self.semantics}"
+
+    @property
+    def semantics(self) -> str:
+        """What a microbatch is: a part of the `whole` batch, or a batch whose gradients are `accumulated`."""
+        return ACCUMULATED if self.accumulated else WHOLE
 
 
 def pipeline_axis(mesh: Mesh, stages: int | None) -> int | None:

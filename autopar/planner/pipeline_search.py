@@ -9,8 +9,9 @@ from autopar.capture.program import OutputKind, Program
 from autopar.cost_models.hardware import axis_links
 from autopar.errors import AutoparError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
-from autopar.planner.cuts import places
+from autopar.planner.cuts import places, places_at, same_cuts
 from autopar.planner.make import MEMORY_FRACTION, Options, Planner
+from autopar.planner.microbatch_counts import Reference, reference_counts, segments_between, sensible_counts
 from autopar.planner.pipeline_request import (
     PipelineRequest,
     rank_limits,
@@ -18,14 +19,15 @@ from autopar.planner.pipeline_request import (
     without_axis,
 )
 from autopar.planner.prices import Prices
-from autopar.planner.segments import Segments, Shares, segments_of, shares_of
-from autopar.planner.stage_search import Line, Proposal, proposals, shapes
+from autopar.planner.segments import Segments, Shares, merged, segments_of, shares_of
+from autopar.planner.stage_search import IN_FLIGHT, Line, Proposal, proposals, shapes
 from autopar.sharding.discovery.book import RuleBook
+from autopar.stages.accumulated import refuse_stale_buffers
 from autopar.stages.assign import Anatomy, anatomy
-from autopar.stages.microbatch import Microbatches, batch_size, cut_microbatches, independent_microbatches
+from autopar.stages.microbatch import Microbatches, batch_size
 from autopar.stages.staged import Staged, stage_program
 
-PER_RANK = (1, 2, 4)  # microbatches to try for each rank
+FEW = 3  # numbers of microbatches that are all cut
 SHARE_OF_TIME = 0.25  # of the planning time, for the layouts that the stage search counts with
 
 
@@ -52,18 +54,32 @@ class PipelineSearch:
         return rank_limits(self.mesh, self.axis, self.options.memory_limit_bytes, MEMORY_FRACTION)
 
     def proposals(self) -> list[Proposal]:
-        """The fastest first."""
+        """The fastest first, as far as it is foreseen; see `exact`."""
         ranks, stages = self.mesh.shape[self.axis], self.request.stages
         if stages is not None and stages % ranks:
             raise MeshError(
                 f"{stages} stages do not lie evenly on the {ranks} ranks of axis {self.mesh.axis_names[self.axis]!r}",
                 fix=f"use a multiple of {ranks} stages",
             )
-        return proposals(self._counts(), self.segments, self._line, list(shapes(ranks, stages, self.request.schedule)))
+        return proposals(self.counts, self._foreseen, self._line, list(shapes(ranks, stages, self.request.schedule)))
+
+    def exact(self, proposal: Proposal) -> Proposal:
+        """A proposal of `proposals`, by the segments of its own microbatches. Raises as `proposals` does."""
+        if self._references is None or proposal.microbatches == self._first_reference:
+            return proposal
+        count, stages = proposal.microbatches, len(proposal.cuts) + 1
+        return self.proposed(self.segments(count), count, proposal.schedule, stages)
 
     def proposed(self, table: Segments, microbatches: int, schedule: str, stages: int) -> Proposal:
         """The best cuts between segments for one way to run them. Raises as `proposals` does."""
         return proposals([microbatches], lambda _: table, self._line, [(stages, schedule)])[0]
+
+    def held_samples(self, proposal: Proposal) -> float:
+        """The samples that are in flight at most on a rank: what a proposal holds beside parameters goes with them."""
+        stages, count = len(proposal.cuts) + 1, proposal.microbatches
+        known = {"all": count, "twice the stages": 2 * stages, "stages": stages}
+        most = known.get(IN_FLIGHT[proposal.schedule], stages - 0.5)  # later stages of the others hold fewer
+        return min(most, count) / count
 
     def op_at(self, count: int, cut: int) -> str:
         """The key of the op before which a microbatch of `count` is cut."""
@@ -76,41 +92,35 @@ class PipelineSearch:
 
     def of_one_microbatch(self) -> PipelineSearch | None:
         """The same search, of the batch as it is; None where that was tried, or the caller asked for something else."""
-        if self.request.microbatches is not None or self.request.is_asynchronous or 1 in self._pieces:
+        if self.request.microbatches is not None or self.request.are_batches or 1 in self._pieces:
             return None
         return replace(self, request=replace(self.request, microbatches=1), _pieces={}, _anatomies={})
 
     def staged(self, proposal: Proposal) -> Staged:
         """The program cut as proposed."""
         staged = stage_program(self._cut(proposal.microbatches), proposal.cuts)
+        if self.request.are_batches:
+            refuse_stale_buffers(staged.stages)
         if self.request.is_asynchronous:
             _refuse_shared(staged, self.request)
         return staged
 
-    def _counts(self) -> list[int]:
-        """The numbers of microbatches to try: about one, two and four per rank, such that a microbatch divides over
-        the ranks of a stage as the batch does, where it can be."""
+    @cached_property
+    def counts(self) -> list[int]:
+        """The numbers of microbatches to try: the one asked for, else those that suit the batch and a stage's mesh."""
         ranks = self.mesh.shape[self.axis]
-        if self.request.microbatches is not None or self.request.is_asynchronous:
+        if self.request.microbatches is not None or self.request.are_batches:
             return [self.request.microbatches or ranks]
-        size = batch_size(self.program)
-        divisors = [count for count in range(1, size + 1) if size % count == 0]
-        whole = [count for count in divisors if (size // count) % self.inner.size == 0] or divisors
-        most = [per_rank * ranks for per_rank in PER_RANK]
-        counts = sorted({max([count for count in whole if count <= limit] or [min(whole)]) for limit in most})
+        counts = sensible_counts(batch_size(self.program), self.inner.shape)
         try:
-            for count in counts:
-                self._cut(count)
+            self._cut(reference_counts(counts, ranks)[0] if len(counts) > FEW else counts[-1])
         except MicrobatchError:
             return [1]
         return counts
 
     def _cut(self, count: int) -> Microbatches:
         if count not in self._pieces:
-            if self.request.is_asynchronous:
-                self._pieces[count] = independent_microbatches(self.program, count)
-            else:
-                self._pieces[count] = cut_microbatches(self.program, count, self.rules.rules_of)
+            self._pieces[count] = self.request.pieces(self.program, count, self.rules.rules_of)
         return self._pieces[count]
 
     def _anatomy(self, count: int) -> Anatomy:
@@ -121,7 +131,34 @@ class PipelineSearch:
     def segments(self, count: int) -> Segments:
         """The segments of one of `count` microbatches."""
         prices, found = Prices(self.inner), self._anatomy(count)
-        return segments_of(found, places(found, prices), prices, self.options.optimizer, self._shares)
+        return segments_of(found, merged(places(found, prices)), prices, self.options.optimizer, self._shares)
+
+    def _foreseen(self, count: int) -> Segments:
+        """The segments of one of `count` microbatches, from those of two other numbers where there are many."""
+        if self._references is None:
+            return self.segments(count)
+        return segments_between(*self._references, batch_size(self.program) / count)
+
+    @property
+    def _first_reference(self) -> int:
+        """The number of microbatches at whose own segments all others are cut."""
+        return reference_counts(self.counts, self.mesh.shape[self.axis])[0]
+
+    @cached_property
+    def _references(self) -> tuple[Reference, Reference] | None:
+        """Two numbers of microbatches, from which the segments of all others follow; None where there are few."""
+        if len(self.counts) <= FEW:
+            return None
+        size = batch_size(self.program)
+        first, second = reference_counts(self.counts, self.mesh.shape[self.axis])
+        own, found = self.segments(first), self._anatomy(second)
+        same = same_cuts(self._anatomy(first), own.cuts, found)
+        if same is None:
+            return None
+        prices = Prices(self.inner)
+        known = places_at(found, same, prices)
+        other = segments_of(found, known, prices, self.options.optimizer, self._shares)
+        return Reference(size / first, own), Reference(size / second, other)
 
     @cached_property
     def _shares(self) -> Shares:
@@ -129,9 +166,11 @@ class PipelineSearch:
         ranks = self.inner.size
         if ranks == 1:
             return Shares(1.0, 1.0)
-        found = self._anatomy(min(self._pieces))
+        count = min(self._pieces)
+        found = self._anatomy(count)
         options = replace(
             self.options,
+            microbatches=self._cut(count).of_a_step,
             memory_limit_bytes=sum(self.limits_bytes),
             time_limit_s=SHARE_OF_TIME * self.options.time_limit_s,
         )

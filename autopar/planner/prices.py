@@ -59,7 +59,8 @@ VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices on one mesh, of a rank that computes at `speed`, a fraction of the device's own.
+    """Prices on one mesh, of a rank that computes at `speed`, a fraction of the device's own, for one of a step's
+    `microbatches`: of what happens once a step it bears its share.
 
     Every op not named below has the price that was measured for it, or is memory-bound: it reads its inputs and writes
     its outputs.
@@ -67,6 +68,7 @@ class Prices:
 
     mesh: Mesh
     speed: float = 1.0
+    microbatches: int = 1
     form_traits: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # kept by `StrategyPrices`
 
     @cached_property

@@ -59,9 +59,8 @@ class Segments:
     sync_s: Numbers  # once a step
 
 
-def segments_of(found: Anatomy, candidates: Places, prices: Prices, optimizer: Optimizer, shares: Shares) -> Segments:
-    """The segments of a microbatch between some of the candidates for cuts."""
-    known = merged(candidates)
+def segments_of(found: Anatomy, known: Places, prices: Prices, optimizer: Optimizer, shares: Shares) -> Segments:
+    """The segments of a microbatch between places where it may be cut."""
     table = _Table(found, known, prices)
     forward_s, backward_s = table.seconds(shares)
     crossing = np.concatenate([known.sent_bytes, [0.0]])

@@ -8,7 +8,7 @@ numbers. Whoever plans the stages takes the first that holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -24,8 +24,9 @@ from autopar.schedules.generate import GENERATORS, Request
 from autopar.schedules.memory import StageMemory, check_memory
 from autopar.schedules.timing import simulate_schedule
 from autopar.search.stage_ilp import solve_cut
-from autopar.search.stage_problem import Cut, InFlight, StageOption, StageProblem
+from autopar.search.stage_problem import Cut, InFlight, StageOption, StageProblem, evaluate_cut
 
+MOST_SOLVED = 4  # ways to run a pipeline whose cuts the ILP finds: the others are cut into stages of equal time
 EFFORT, GAP = 0.25, 0.002  # of the ILP for one schedule and number of microbatches
 IN_FLIGHT: Mapping[str, InFlight] = MappingProxyType(
     {"gpipe": "all", "1f1b": "remaining", "zb-h1": "stages", "zb-h2": "twice the stages", "interleaved": "stages",
@@ -70,16 +71,40 @@ def proposals(
     """
     found: list[Proposal] = []
     refused: AutoparRefusals = []
-    for count in counts:
-        table = segments(count)
-        for stages, schedule in shapes:
-            try:
-                found.append(_proposed(table, line, count, stages, schedule))
-            except (PlanError, ScheduleError, InfeasibleProblemError, MemoryLimitError) as error:
-                refused.append(error)
+    tables = {count: segments(count) for count in counts}
+    ways = [(count, stages, schedule) for count in counts for stages, schedule in shapes]
+    known: dict[tuple[int, int, str], Proposal] = {}
+    if len(ways) > MOST_SOLVED:
+        known = {way: rough for way in ways if (rough := _rough(tables[way[0]], line, *way)) is not None}
+        ways.sort(key=lambda way: known[way].step_s if way in known else 0.0)
+    for way in ways:
+        if way in known and len(found) >= MOST_SOLVED:
+            found.append(known[way])
+            continue
+        try:
+            found.append(_proposed(tables[way[0]], line, *way))
+        except (PlanError, ScheduleError, InfeasibleProblemError, MemoryLimitError) as error:
+            refused.append(error)
     if not found:
         raise _reason(refused)
     return sorted(found, key=lambda it: it.step_s)
+
+
+def _rough(table: Segments, line: Line, count: int, stages: int, schedule: str) -> Proposal | None:
+    """Stages of equal time, of which each recomputes that would not fit otherwise; None where that is no cut."""
+    try:
+        problem = stage_problem(table, line, count, stages, schedule)
+        cut = _balanced(table, line, problem, schedule)
+        full = evaluate_cut(problem, cut)
+        options = [
+            option + int(peak > problem.options[option].memory_bytes)  # "recompute" follows "keep"
+            for option, peak in zip(cut.options, full.peak_bytes, strict=True)
+        ]
+        cut = replace(cut, options=tuple(options))
+        step_s = simulated_seconds(table, line, problem, cut, schedule)
+    except (PlanError, ScheduleError, MemoryLimitError):
+        return None
+    return Proposal(count, schedule, tuple(table.cuts[end - 1] for end in cut.ends[:-1]), step_s)
 
 
 AutoparRefusals = list[PlanError | ScheduleError | InfeasibleProblemError | MemoryLimitError]

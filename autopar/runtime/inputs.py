@@ -120,6 +120,17 @@ def rank_part(value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
     return in_layout(value, mesh, layout)
 
 
+def microbatches_of(args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> int:
+    """Into how many equal microbatches a call divides: at most so many."""
+    size = _batch_of(args, kwargs)
+    return max(count for count in range(1, min(most, max(1, size)) + 1) if size % count == 0)
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    return int(leaves[0].shape[0]) if leaves else 1
+
+
 def first_microbatch(
     args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,17 +138,25 @@ def first_microbatch(
 
     Raises InputError for a batch that does not divide.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    size = leaves[0].shape[0] if leaves else 1
+    return nth_microbatch(args, kwargs, microbatches, 0)
+
+
+def nth_microbatch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, number: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The part of a call that is one of equal microbatches; see `first_microbatch`."""
+    size = _batch_of(args, kwargs)
     if size % microbatches:
         raise InputError(
-            f"a batch of {size} does not divide into {microbatches} microbatches with an update each",
+            f"a batch of {size} does not divide into {microbatches} microbatches that are batches by themselves",
             fix="use a batch, or microbatches=, that divides",
         )
 
+    each = size // microbatches
+
     def cut(leaf: Any) -> Any:
         batched = isinstance(leaf, Tensor) and leaf.shape[:1] == (size,)
-        return leaf[: size // microbatches] if batched else leaf
+        return leaf[number * each : (number + 1) * each] if batched else leaf
 
     part: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cut, (args, kwargs))
     return part

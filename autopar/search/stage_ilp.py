@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from autopar.search.stage_problem import (
     evaluate_cut,
     infeasible,
 )
+from autopar.search.stage_ties import least_sent
 
 RESOLUTION = 10**7  # of the best known step
 PRECISION = 1e-9  # an answer as near to its bound is the best
@@ -54,10 +55,17 @@ class _Column:
 def solve_cut(
     problem: StageProblem, *, known: Cut | None = None, effort: float = 30.0, gap: float = 0.0
 ) -> CutSolution:
-    """The cut with the least `step_s`. `effort` limits CP-SAT's deterministic time; the same problem has one answer.
+    """The cut with the least `step_s`, of those one that sends few bytes. `effort` limits CP-SAT's deterministic time;
+    the same problem has one answer.
 
     A cut within `gap` of its bound, as a share, ends the search.
     """
+    solution = _solved(problem, known, effort, gap)
+    cut = least_sent(problem, solution.cut)
+    return replace(solution, cut=cut, cost=evaluate_cut(problem, cut))
+
+
+def _solved(problem: StageProblem, known: Cut | None, effort: float, gap: float) -> CutSolution:
     balanced, longest_s = shortest_longest(problem)
     start = _best_known(problem, (known, balanced))
     bound_s = step_bound(problem, longest_s)

@@ -57,11 +57,17 @@ class Microbatches:
     inputs: Mapping[str, Placement]  # by placeholder
     outputs: tuple[Placement, ...]
     layouts: TimeLayouts | None  # None: every piece is the program as it is
-    independent: bool = False  # each microbatch is a batch of its own, with its own loss, random numbers and update
+    independent: bool = False  # each microbatch is a batch of its own, with its own loss and random numbers
+    accumulated: bool = False  # independent ones, of which a step adds up the gradients
 
     @property
     def count(self) -> int:
         return len(self.pieces)
+
+    @property
+    def of_a_step(self) -> int:
+        """Over how many microbatches the gradients of one update are added up."""
+        return 1 if self.independent and not self.accumulated else self.count
 
 
 def batch_size(program: Program) -> int:
@@ -154,7 +160,7 @@ class _Cutter:
             if item.kind is OutputKind.BUFFER and placement != REPLICATE:
                 raise MicrobatchError(
                     f"the buffer {item.name!r} is computed from the whole batch",
-                    fix="use microbatches=1, or eval() for the module that writes it",
+                    fix="use microbatches=1, or eval() for the module that writes it; or batch_semantics='accumulated'",
                 )
             if isinstance(placement, Partial) and placement.reduce_op != "sum":
                 raise MicrobatchError(

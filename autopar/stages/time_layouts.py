@@ -261,5 +261,6 @@ class _Search:
             f"{what}: microbatches would give another result than the single device",
             where=node.meta.get("where", "") or (sums[0].meta.get("where", "") if sums else ""),
             fix="use microbatches=1; or a norm over each sample (GroupNorm, LayerNorm) in place of batch norm in "
-            "training, or frozen statistics (eval()); or a loss that adds up over the samples",
+            "training, or frozen statistics (eval()); or a loss that adds up over the samples; or microbatches that "
+            "are batches by themselves, as in gradient accumulation: batch_semantics='accumulated'",
         )

@@ -274,7 +274,8 @@ class PipelineModule(ParallelModule):
         bound = self._bound_for(args, kwargs)
         self._check_initialized()
         seed = self.next_seed
-        self._session.calls += 1
+        pieces = bound.step.staged.microbatches
+        self._session.calls += pieces.count if pieces.independent else 1  # each batch draws by a seed of its own
         call = self._call(bound, self._worker(bound, args, kwargs, seed, None))
         if bound.has_gradients and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True, device=self._session.mesh.device_type)

@@ -17,7 +17,7 @@ from autopar.runtime.pipeline.gathered import OutputKey
 from autopar.runtime.pipeline.lanes import RealLane, Value
 from autopar.runtime.pipeline.rank import PipelineRank
 from autopar.runtime.pipeline.stage import StageVariant
-from autopar.runtime.pipeline.step import PipelineStep, early_values, whole_output
+from autopar.runtime.pipeline.step import PipelineStep, early_values, whole_output, whole_shape
 from autopar.runtime.pipeline.weights import Update, Weights
 from autopar.runtime.pipeline.worker import Batch, Worker
 from autopar.runtime.step import geometry_of
@@ -111,10 +111,11 @@ class BoundPipeline:
         program = self.step.staged.program
         found = zip(program.outputs, program.results, strict=True)
         fake = next(node.meta["val"] for output, node in found if (output.kind, output.name) == key)
+        shape = whole_shape(self.step.staged, key, fake.shape)
         if rank == self.place.rank:
             full = self._full(worker, home, key).contiguous()
         else:
-            full = torch.empty(fake.shape, dtype=fake.dtype, device=self.place.mesh.device_type)
+            full = torch.empty(shape, dtype=fake.dtype, device=self.place.mesh.device_type)
         return self.place.broadcast(full, rank) if len(self.place.line) > 1 else full
 
     def _full(self, worker: Worker, stage: int, key: OutputKey) -> Tensor:

@@ -90,6 +90,14 @@ def whole_output(
     return _joined(staged, key, full)
 
 
+def whole_shape(staged: Staged, key: tuple[OutputKind, str], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of an output of the call, from that of the program's, which may be of one microbatch."""
+    dim = shard_dim(staged.over_time[key])
+    if dim is None or not staged.microbatches.independent:
+        return tuple(shape)
+    return (*shape[:dim], shape[dim] * staged.microbatches.count, *shape[dim + 1 :])
+
+
 def _joined(staged: Staged, key: tuple[OutputKind, str], parts: Mapping[int, Tensor]) -> Tensor:
     """An output of the whole batch from those of the microbatches."""
     placement = staged.over_time[key]
