@@ -20,7 +20,6 @@ from autopar.arguments import (
     Hardware,
     Inputs,
     call_arguments,
-    followed_request,
     load_plan,
     make_options,
     make_request,
@@ -46,7 +45,7 @@ from autopar.plan import Plan
 from autopar.planner.make import Options, Search
 from autopar.planner.mesh_shapes import meshes_of, plan_of_fastest
 from autopar.planner.optimizers import OptimizerFactory
-from autopar.planner.pipeline_request import PipelineRequest
+from autopar.planner.pipeline_request import PipelineRequest, followed_request
 from autopar.planner.reconsider import with_questions, with_stage_questions
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.parallel_module import ParallelModule

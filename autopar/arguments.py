@@ -17,11 +17,10 @@ from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStr
 from autopar.mesh import Mesh
 from autopar.passes.packings import LOSSY
 from autopar.plan import Plan
-from autopar.plan_entries import ACCUMULATED, SEMANTICS
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
-from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis
+from autopar.planner.pipeline_request import PipelineRequest, is_accumulated, pipeline_axis
 from autopar.schedules.generate import GENERATORS
 from autopar.sharding.discovery.book import Discovery
 from autopar.sharding.discovery.cache import DiskCache, cache_folder
@@ -92,13 +91,8 @@ def make_request(
             raise UnsupportedOptionError(f"{name}={value!r} is not a number of {name}", fix="give a number from 1 on")
     if schedule is not None and schedule not in GENERATORS:
         raise UnsupportedOptionError(f"there is no schedule {schedule!r}", fix=f"use one of {', '.join(GENERATORS)}")
-    if batch_semantics not in (None, *SEMANTICS):
-        raise UnsupportedOptionError(
-            f"batch_semantics={batch_semantics!r} says nothing of microbatches",
-            fix=f"use one of {', '.join(SEMANTICS)}",
-        )
     assert not isinstance(stages, str)
-    request = PipelineRequest(stages, schedule, microbatches, batch_semantics == ACCUMULATED)
+    request = PipelineRequest(stages, schedule, microbatches, is_accumulated(batch_semantics))
     if request.is_asynchronous and request.accumulated:
         raise UnsupportedOptionError(
             f"{schedule} updates the weights after microbatches, and accumulates nothing",
@@ -114,14 +108,6 @@ def make_request(
             fix="give microbatches=",
         )
     return request
-
-
-def followed_request(request: PipelineRequest, plan: Plan | None) -> PipelineRequest:
-    """What is asked for: a given plan's own pipeline, if it has one."""
-    if plan is None or plan.pipeline is None:
-        return request
-    own = plan.pipeline
-    return PipelineRequest(len(plan.stages), own.schedule, own.microbatches, own.batch_semantics == ACCUMULATED)
 
 
 def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> int | None:

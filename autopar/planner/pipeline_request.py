@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.capture.program import Program
-from autopar.errors import MeshError
+from autopar.errors import MeshError, UnsupportedOptionError
 from autopar.mesh import Mesh
-from autopar.plan_entries import ACCUMULATED, WHOLE
+from autopar.plan import Plan
+from autopar.plan_entries import ACCUMULATED, SEMANTICS, WHOLE
 from autopar.stages.accumulated import accumulated_microbatches
 from autopar.stages.microbatch import Microbatches, cut_microbatches, independent_microbatches
 from autopar.stages.time_layouts import RulesOf
@@ -52,6 +53,24 @@ class PipelineRequest:
     def semantics(self) -> str:
         """What a microbatch is: a part of the `whole` batch, or a batch whose gradients are `accumulated`."""
         return ACCUMULATED if self.accumulated else WHOLE
+
+
+def is_accumulated(batch_semantics: str | None) -> bool:
+    """Whether microbatches are to be batches by themselves. Raises UnsupportedOptionError for what says neither."""
+    if batch_semantics not in (None, *SEMANTICS):
+        raise UnsupportedOptionError(
+            f"batch_semantics={batch_semantics!r} says nothing of microbatches",
+            fix=f"use one of {', '.join(SEMANTICS)}",
+        )
+    return batch_semantics == ACCUMULATED
+
+
+def followed_request(request: PipelineRequest, plan: Plan | None) -> PipelineRequest:
+    """What is asked for: a given plan's own pipeline, if it has one."""
+    if plan is None or plan.pipeline is None:
+        return request
+    own = plan.pipeline
+    return PipelineRequest(len(plan.stages), own.schedule, own.microbatches, own.batch_semantics == ACCUMULATED)
 
 
 def pipeline_axis(mesh: Mesh, stages: int | None) -> int | None:
