@@ -131,9 +131,11 @@ class ByHand(nn.Module):
         return torch.cat(outputs)
 
     def step(self, x: Tensor) -> None:
-        """Forward and backward; the gradients of what every rank has are summed over the ranks."""
+        """Forward and backward; the loss and the gradients of what every rank has are summed over the ranks."""
         self.zero_grad()
-        self(x).backward()
+        loss = self(x)
+        loss.backward()
+        dist.all_reduce(loss.detach())
         for parameter in (self.router, self.dense):
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)

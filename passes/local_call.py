@@ -41,6 +41,7 @@ class GraphBuilder:
     def __init__(self, graph: fx.Graph, fake_calls: FakeCalls, geometry: RankGeometry) -> None:
         self.graph, self.fake_calls, self.geometry = graph, fake_calls, geometry
         self.meta: dict[str, Any] = {}  # what new nodes inherit: stack_trace, module path, phase, pass name
+        self.kept: dict[str, Any] = {}  # what a local form left for another, by the name of its op
 
     def op(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target` on nodes and constants, named after the op."""
@@ -87,13 +88,15 @@ def value_of(node: fx.Node) -> Any:
 @dataclass(frozen=True)
 class LocalCall:
     """One op to be emitted in local shapes. `args` and `kwargs` hold nodes of the new graph, already in the layouts
-    that `strategy` demands; sizes among them are still those of the full tensors."""
+    that `strategy` demands; sizes among them are still those of the full tensors. `keeps`: under which name the call
+    is to leave, or to find, what a forward and its backward share."""
 
     build: GraphBuilder
     call: OpCall  # the full shapes
     strategy: Strategy
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    keeps: str = ""
 
     @property
     def geometry(self) -> RankGeometry:

@@ -15,7 +15,7 @@ from autopar.fake_calls import FakeCalls
 from autopar.passes.local_call import GraphBuilder, LocalCall, LocalValue, RankGeometry
 from autopar.passes.local_forms import local_form_of
 from autopar.passes.moves import local_move, move
-from autopar.sharding.assignment import VALUE_OF, Assignment, is_getitem
+from autopar.sharding.assignment import RECOMPUTES, VALUE_OF, Assignment, is_getitem
 from autopar.sharding.layout import parse_layout
 from autopar.sharding.op_call import call_of
 from autopar.torch_compat import LazyGraphModule
@@ -98,12 +98,18 @@ class Localizer:
             self.assignment.strategy_of(node),
             self._local(node.args),
             self._local(node.kwargs),
+            self._keeps(node),
         )
         form = local_form_of(local.call.target)
         if form is not None:
             return form(local)
         self._refuse_unknown_forms(local)
         return local.plain()
+
+    def _keeps(self, node: fx.Node) -> str:
+        """The name of the layer of experts whose forward and backward share what this node makes or reads."""
+        pairs, name = self.assignment.kept_experts, node.meta.get(RECOMPUTES, node.name)
+        return pairs.get(name) or (name if name in pairs.values() else "")
 
     def _getitem(self, node: fx.Node) -> LocalValue | None:
         producer, index = node.args

@@ -27,9 +27,9 @@ def filled(groups: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
     return ((group, slice(start, end)) for group, (start, end) in enumerate(groups) if end > start)
 
 
-def product(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """[R, K] times [E, K, N] -> [R, N]."""
-    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+def product(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]], out: Tensor | None = None) -> Tensor:
+    """[R, K] times [E, K, N] -> [R, N], in `out` if that is given."""
+    out = rows.new_empty((rows.shape[0], matrices.shape[2])) if out is None else out
     start, end = (groups[0][0], groups[-1][1]) if groups else (0, 0)
     out[:start].zero_()
     out[end:].zero_()
@@ -38,9 +38,9 @@ def product(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Te
     return out
 
 
-def outer_product(left: Tensor, right: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """[R, M] and [R, N] -> [E, M, N], summed over the rows of each group."""
-    out = left.new_empty((len(groups), left.shape[1], right.shape[1]))
+def outer_product(left: Tensor, right: Tensor, groups: list[tuple[int, int]], out: Tensor | None = None) -> Tensor:
+    """[R, M] and [R, N] -> [E, M, N], summed over the rows of each group, in `out` if that is given."""
+    out = left.new_empty((len(groups), left.shape[1], right.shape[1])) if out is None else out
     for group, (start, end) in enumerate(groups):
         torch.mm(left[start:end].t(), right[start:end], out=out[group])  # of no rows: zeros
     return out

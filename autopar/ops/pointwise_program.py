@@ -7,7 +7,7 @@ A program over tensors `x0, x1, ...` of one shape is a line per op and the names
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,15 @@ UNTAGGED = frozenset(  # elementwise, but not tagged so
     for name in (
         "_to_copy", "clone", "hardswish", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
         "elu_backward", "leaky_relu_backward", "mish_backward", "softplus_backward", "softshrink_backward",
+    )
+)  # fmt: skip
+SAME_DTYPE = frozenset(  # of tensors of one floating dtype, a result of that dtype
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("mul", "Tensor"), ("add", "Tensor"), ("sub", "Tensor"), ("div", "Tensor"), ("silu", "default"),
+        ("silu_backward", "default"), ("gelu", "default"), ("gelu_backward", "default"), ("sigmoid", "default"),
+        ("sigmoid_backward", "default"), ("tanh", "default"), ("tanh_backward", "default"),
+        ("threshold_backward", "default"),
     )
 )  # fmt: skip
 IDENTITIES = frozenset((torch.ops.aten.alias.default, torch.ops.aten.detach.default))
@@ -46,6 +55,7 @@ class _Line:
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    writing: tuple[Callable[..., Any], str] | None  # the op that writes into a given tensor, and what that is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +66,54 @@ class PointwiseProgram:
     results: tuple[str, ...]
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        results = self._run(inputs, {})  # some may be numbers
+        return [item if item.dim() else item.expand_as(inputs[0]) for item in results]
+
+    def into(self, places: Sequence[Tensor | None], *inputs: Tensor) -> list[Tensor]:
+        """The results, those that have a place written there; no place may share memory with an input."""
+        pairs = zip(self.results, places, strict=True)
+        wanted = {name: place for name, place in pairs if place is not None and self.results.count(name) == 1}
+        results = self._run(inputs, wanted)
+        return [item if place is None or item is place else place.copy_(item)
+                for item, place in zip(results, places, strict=True)]  # fmt: skip
+
+    def _run(self, inputs: Sequence[Tensor], places: Mapping[str, Tensor]) -> list[Tensor]:
         values: dict[str, Tensor] = {f"x{index}": item for index, item in enumerate(inputs)}
         for line in self.lines:
             args = [_filled(item, values) for item in line.args]
-            values[line.name] = line.target(*args, **{name: _filled(item, values) for name, item in line.kwargs})
-        results = [values[name] for name in self.results]  # some may be numbers
-        return [item if item.dim() else item.expand_as(inputs[0]) for item in results]
+            kwargs = {name: _filled(item, values) for name, item in line.kwargs}
+            place, writing = places.get(line.name), line.writing
+            if place is not None and writing is not None and place.dtype == _result_dtype(args):
+                target, name = writing
+                values[line.name] = target(*args, **kwargs, **{name: place})
+            else:
+                values[line.name] = line.target(*args, **kwargs)
+        return [values[name] for name in self.results]
 
 
 def _filled(item: Any, values: dict[str, Tensor]) -> Any:
     return values[item.name] if isinstance(item, _Value) else item
+
+
+def _result_dtype(args: Sequence[Any]) -> torch.dtype | None:
+    """The dtype of the tensors among the arguments, if they have one shape and one dtype."""
+    found = {(item.dtype, item.shape) for item in args if isinstance(item, Tensor)}
+    return found.pop()[0] if len(found) == 1 else None
+
+
+def _writing(target: torch._ops.OpOverload) -> tuple[Callable[..., Any], str] | None:
+    """The overload that writes its one result into a tensor that it is given by name; None where there is none, or
+    where the result may have another dtype than the arguments."""
+    own = [(item.name, str(item.type)) for item in target._schema.arguments]
+    if target not in SAME_DTYPE:
+        return None
+    for name in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, name)
+        arguments = [(item.name, str(item.type)) for item in other._schema.arguments if not item.is_out]
+        places = [item.name for item in other._schema.arguments if item.is_out]
+        if len(places) == 1 and arguments == own:
+            return other, places[0]
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +137,7 @@ def _parse_line(step: ast.stmt) -> _Line:
     _check(target)
     args = tuple(_parse_argument(item) for item in step.value.args)
     kwargs = tuple((str(item.arg), _parse_argument(item.value)) for item in step.value.keywords)
-    return _Line(ast.unparse(step.targets[0]), target, args, kwargs)
+    return _Line(ast.unparse(step.targets[0]), target, args, kwargs, _writing(target))
 
 
 def _parse_argument(item: ast.expr) -> Any:

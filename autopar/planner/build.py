@@ -14,6 +14,7 @@ from autopar.collector import collector_paused
 from autopar.fake_calls import FakeCalls
 from autopar.passes.localize import fake_mode_of
 from autopar.planner.decisions import Decision, result_key
+from autopar.planner.kept_experts import kept_pairs
 from autopar.planner.moves_again import MovesAgain
 from autopar.planner.overlap import MoveCosts, Window, Windows
 from autopar.planner.prices import VIEWS, Prices
@@ -99,7 +100,9 @@ def assignment_of(
     once = frozenset(decisions[index].node for index in residency.gathered_once)
     packed = SavedForms(decisions).packed(residency) if residency.packed else {}
     hosted = frozenset(decisions[index].node for index in residency.hosted)
-    return Assignment(mesh_shape, strategies, inputs, outputs, again, once, packed, hosted)
+    pairs = [pair for pair in kept_pairs(decisions, choice) if pair[0] not in residency.recomputed]
+    kept = {decisions[backward].node: decisions[forward].node for backward, forward in pairs}
+    return Assignment(mesh_shape, strategies, inputs, outputs, again, once, packed, hosted, kept)
 
 
 @collector_paused()

@@ -17,6 +17,7 @@ from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.hosting import Hosting
+from autopar.planner.kept_experts import is_backward
 from autopar.planner.residency import HOSTED
 from autopar.planner.saved_forms import SavedForms
 from autopar.planner.saved_values import late_decisions
@@ -144,7 +145,11 @@ def residency_pins(planning: PlanningProblem, constraints: tuple[Constraint, ...
         if not constraint.is_residency:
             continue
         kinds = {index: planning.decisions[index].kind for index in _matching(planning, constraint.pattern)}
-        matched = [index for index, kind in kinds.items() if kind == "parameter" or (kind == "op" and not late[index])]
+        matched = [
+            index
+            for index, kind in kinds.items()
+            if kind == "parameter" or (kind == "op" and not late[index]) or is_backward(planning.decisions[index])
+        ]
         why = "no op of the forward and no parameter"
         if constraint.layout in PACKED:
             hosts = constraint.layout == HOSTED

@@ -132,6 +132,7 @@ class Fit:
             if self.saved.values[index].is_read_forward
         )
         views = {index for index in residency.recomputed if is_view(self.planning.decisions[index])}
+        views |= residency.recomputed & self.moves.experts.keys()
         changed = Residency(frozenset(active | views), residency.gathered_once)
         packing = sum(self.packed.seconds(index, word, self.choice[index]) for index, word in sorted(residency.packed))
         hosting = self.packing.hosting
@@ -141,6 +142,7 @@ class Fit:
     def recompute_s(self, residency: Residency) -> float:
         """Seconds spent on recomputing: over the same residency with nothing recomputed."""
         kept = {index for index, gather in self.moves.gathers.items() if gather.is_kept(residency)}
+        kept |= self.moves.experts.keys()
         same = with_gathers(Residency(packed=residency.packed, hosted=residency.hosted), self.moves.gathers, kept)
         return self.seconds(residency) - self.seconds(same) if residency != same else 0.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.decisions import Decision
+from autopar.planner.kept_experts import kept_bytes, kept_pairs
 from autopar.planner.prices import Prices
 from autopar.planner.residency import Residency
 from autopar.planner.saved_values import is_view, late_decisions, roots_of
@@ -31,6 +32,9 @@ class Gather:
     `start`, its first in the backward, if it is kept. `views`: ops of the forward on the copy, which are to be
     recomputed for the backward to gather again. `is_direct`: the backward gathers by itself, unless `gathered_once`.
     `root`: the value that is gathered.
+
+    Of a layer of experts, what the backward reads of its forward or computes again: `root` and the one of `views` are
+    the backward.
     """
 
     root: int
@@ -114,11 +118,13 @@ class MovesAgain:
         return found
 
     def backward(self, residency: Residency) -> float:
-        """Seconds of all moves of the backward, each value to each layout once."""
-        recomputed = residency.recomputed
+        """Seconds of all moves of the backward, each value to each layout once, and of what layers of experts compute
+        again."""
+        recomputed = residency.recomputed - self.experts.keys()
         readers = [index for index, late in enumerate(self.late) if late or index in recomputed]
         values = dict.fromkeys(value for index in readers for value in self._read(index))
-        return sum(
+        again = sum(self.experts[index].seconds for index in sorted(residency.recomputed & self.experts.keys()))
+        return again + sum(
             self._cost(value, kept=self.roots[value[0]] not in recomputed)
             for value in values
             if not self.is_gathered(value, residency.gathered_once)
@@ -151,7 +157,19 @@ class MovesAgain:
             elif self.decisions[root].kind == "op" and not self.late[root]:
                 found = list(self._gathered_below_views(root, values))
                 parts[min((view for gather in found for view in gather.views), default=root)] = found
-        return {key: _joined(found) for key, found in parts.items() if found}
+        return {key: _joined(found) for key, found in parts.items() if found} | self.experts
+
+    @cached_property
+    def experts(self) -> dict[int, Gather]:
+        """By the backward of a layer of experts, what keeping the forward's rows and activation saves, and holds."""
+        found = {}
+        for backward, forward in kept_pairs(self.decisions, self.choice):
+            call, pick = self.decisions[backward].call, self.choice[backward]
+            assert call is not None
+            seconds = self.prices.experts_again(call, self.decisions[backward].strategies[pick])
+            bytes_ = kept_bytes(self.decisions[forward], self.choice[forward], self.prices.mesh.shape)
+            found[backward] = Gather(backward, seconds, bytes_, forward + 1, backward, frozenset([backward]))
+        return found
 
     def _gathered_again(self, values: Iterable[Value]) -> Iterator[Gather]:
         """What the backward gathers though the forward has: with `gathered_once` it reads the forward's copy."""

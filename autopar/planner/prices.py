@@ -43,6 +43,7 @@ from autopar.sharding.windows import Halo, halo_rows
 Seconds = npt.NDArray[np.float64]
 Shapes = list[tuple[int, ...]]
 
+EXPERTS_BACKWARD = "autopar.experts_backward.default"
 COUNT_BYTES = 8  # of an int64: how many rows a rank sends another
 VIEWS = frozenset(
     f"aten.{name}"
@@ -134,12 +135,34 @@ class Prices:
         return inputs, outputs
 
     def local_op(self, call: OpCall) -> float:
-        """Seconds of one op of an emitted graph: a call whose shapes are those of one rank's shards."""
+        """Seconds of one op of an emitted graph: a call whose shapes are those of one rank's shards.
+
+        An emitted backward of experts that has nothing of its forward computes the first products anew.
+        """
         if call.name in VIEWS:
             return 0.0
         inputs: list[Shapes | None] = [[spec.shape] for spec in call.inputs]
         outputs = [None if spec is None else [spec.shape] for spec in call.outputs]
-        return float(np.asarray(total(self._prices(call, inputs, outputs))).reshape(-1)[0])
+        own = float(np.asarray(total(self._prices(call, inputs, outputs))).reshape(-1)[0])
+        return own + self._first_products(call, inputs) if call.name == EXPERTS_BACKWARD else own
+
+    def experts_again(self, call: OpCall, strategy: Strategy) -> float:
+        """Seconds that the backward of a layer of experts takes longer if it reads nothing of its forward: the first
+        products once more, and tokens that travel once more with their choices and scores."""
+        seconds = self._first_products(call, self._local_shapes(call, [strategy])[0])
+        for axis, rule in enumerate(strategy.rules):
+            if rule.dispatch is not None:
+                again = sum(call.inputs[place].nbytes for place in rule.dispatch.tensors[1:])
+                row_bytes = rule.dispatch.row_bytes + again // max(1, call.inputs[0].shape[0])
+                _, more, _ = self._sent(call, strategy, axis, replace(rule.dispatch, row_bytes=row_bytes))
+                _, less, _ = self._sent(call, strategy, axis, rule.dispatch)
+                seconds += self.collective("all_to_all", more, axis) - self.collective("all_to_all", less, axis)
+        return seconds
+
+    def _first_products(self, call: OpCall, inputs: list[Shapes | None]) -> float:
+        name = str(_dtype(call)).removeprefix("torch.")
+        prices = _experts(1, up_products=1, down_products=0)(self.device, name, call, inputs, [], None)
+        return float(np.asarray(total(prices)).reshape(-1)[0])
 
     def kernel(self, moved_bytes: float) -> float:
         """Seconds of a kernel that reads and writes `moved_bytes` in all."""
@@ -390,7 +413,9 @@ def _groups(device: Device, dtype: str, call: OpCall, inputs: list[Any], outputs
 
 _WORK: dict[str, Work] = {
     "autopar.experts.default": _experts(0, up_products=1, down_products=1),
-    "autopar.experts_backward.default": _experts(1, up_products=3, down_products=2),
+    "autopar.experts_keeping.default": _experts(0, up_products=1, down_products=1),
+    EXPERTS_BACKWARD: _experts(1, up_products=2, down_products=2),  # as planned: with what the forward keeps
+    "autopar.experts_backward_kept.default": _experts(1, up_products=2, down_products=2),
     "autopar.grouped_mm.default": _groups,
     "autopar.grouped_outer.default": _groups,
     "aten.mm.default": _matmul(0),

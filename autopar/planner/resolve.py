@@ -13,6 +13,7 @@ from autopar.plan_entries import PlanEntry
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
 from autopar.planner.hosting import Hosting
+from autopar.planner.kept_experts import is_backward
 from autopar.planner.program_hash import program_hash
 from autopar.planner.residency import HOSTED, Residency
 from autopar.planner.saved_forms import SavedForms
@@ -33,7 +34,8 @@ def residency_of(decisions: Sequence[Decision], plan: Plan, hosting: Hosting) ->
     late = late_decisions(decisions)
     found = {index for index, decision in enumerate(decisions) if decision.key in wanted}
     for index in sorted(found):
-        if late[index] or decisions[index].kind != "op":
+        is_early = decisions[index].kind == "op" and not late[index]
+        if not is_early and not is_backward(decisions[index]):
             raise PlanError(f"{decisions[index].key} cannot be recomputed", fix="name an op of the forward")
     return _checked(decisions, Residency(SavedValues(decisions).closed(found), once, packed, hosted))
 

@@ -6,11 +6,12 @@ and what was made of them comes back the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,27 +48,74 @@ class Trip:
     group: str
 
 
-def experts(start: int, local: LocalCall) -> LocalValue:
-    """The op whose layer begins at argument `start`; before it, the backward has the gradient of its result."""
-    args, trips, index = list(local.args), list[Trip](), local.args[start + INDEX]
-    readers = set(index.users)
-    if start == 0 and local.build.meta.get("phase") != "backward" and "key" in local.build.meta:
-        _count(local, args[INDEX], args[FIRST])
+@dataclass(frozen=True)
+class Kept:
+    """What the forward of a layer leaves for its backward: its trips, its arguments on this rank, and the arguments of
+    the activation."""
+
+    trips: tuple[Trip, ...]
+    args: tuple[Any, ...]
+    hidden: fx.Node
+
+
+def experts(local: LocalCall) -> LocalValue:
+    """(x, index, scores, ...) -> the result."""
+    args, index, readers = list(local.args), local.args[INDEX], set(local.args[INDEX].users)
+    if local.build.meta.get("phase") != "backward" and "key" in local.build.meta:
+        _count(local, index, args[FIRST])
+    trips = _gone(local, 0, args)
+    _set_own(local, 0, args, trips)
+    share = _share(local, trips, args[INDEX])
+    if local.keeps and local.keeps not in local.build.kept:
+        expected = math.ceil(value_of(args[INDEX]).numel() * share)
+        both = local.build.op(ops.experts_keeping.default, *args, expected)
+        node, hidden = local.output(both, 0), local.output(both, 1)
+        local.build.kept[local.keeps] = Kept(tuple(trips), tuple(args), hidden)
+    else:
+        both = node = local.build.op(local.call.target, *args)
+    both.meta[WORK_SHARE] = share
+    _note_readers(local, index, readers)
+    return _returned(local, trips, [node])[0]
+
+
+def experts_backward(local: LocalCall) -> LocalValue:
+    """(grad, x, index, scores, ...) -> the gradients. What the forward kept is not sent and not computed again."""
+    args, index, readers = list(local.args), local.args[1 + INDEX], set(local.args[1 + INDEX].users)
+    kept: Kept | None = local.build.kept.get(local.keeps)
+    if kept is not None and kept.trips:
+        trips = list(kept.trips)
+        for trip in trips:
+            args[:1] = _sent(local, trip, args[:1])
+        args[1 : 1 + UP] = kept.args[:UP]
+    else:
+        trips = _gone(local, 1, args)
+    _set_own(local, 1, args, trips)
+    if kept is not None:
+        node = local.build.op(ops.experts_backward_kept.default, *args, kept.hidden)
+    else:
+        node = local.build.op(local.call.target, *args)
+    node.meta[WORK_SHARE] = _share(local, trips, args[1 + INDEX])
+    _note_readers(local, index, readers)
+    results = [local.output(node, number) for number in range(len(local.call.outputs))]
+    by_token = 1 + bool(local.args[-1][1])  # the gradient of x, and that of the scores where it is wanted
+    return (*_returned(local, trips, results[:by_token]), *results[by_token:])
+
+
+def _gone(local: LocalCall, start: int, args: list[Any]) -> list[Trip]:
+    """The trips that the tokens make; what goes with them takes its place in `args`, whose layer begins at `start`."""
+    trips: list[Trip] = []
     for axis in local.axes_with(ALL_TO_ALL):
         trips.append(_trip(local, axis, args[start + INDEX], args[start + FIRST]))
         args[: start + UP] = _sent(local, trips[-1], args[: start + UP])
+    return trips
+
+
+def _set_own(local: LocalCall, start: int, args: list[Any], trips: Sequence[Trip]) -> None:
+    """From which number on this rank's experts are, and whether it adds the bias of the outputs."""
     if local.axes_with(OWN_EXPERTS) or trips:
         args[start + FIRST] += local.input_chunk(_up(local))[0][0]
     if any(local.geometry.coordinates[axis] for axis in local.axes_with(INSIDE)):
         args[start + DOWN_BIAS] = None
-    node = local.build.op(local.call.target, *args)
-    _note_readers(local, index, readers)
-    _note_share(local, node, trips, args[start + INDEX])
-    if start == 0:
-        return _returned(local, trips, [node])[0]
-    results = [local.output(node, index) for index in range(len(local.call.outputs))]
-    by_token = 1 + bool(local.args[-1][1])  # the gradient of x, and that of the scores where it is wanted
-    return (*_returned(local, trips, results[:by_token]), *results[by_token:])
 
 
 def _count(local: LocalCall, index: fx.Node, first: int) -> None:
@@ -178,11 +226,11 @@ def _returned(local: LocalCall, trips: Sequence[Trip], results: list[fx.Node]) -
     return results
 
 
-def _note_share(local: LocalCall, node: fx.Node, trips: Sequence[Trip], index: fx.Node) -> None:
-    """Of the rows that the op is given, it works on the choices of its own experts alone."""
+def _share(local: LocalCall, trips: Sequence[Trip], index: fx.Node) -> float:
+    """Of the rows that the op is given, it works on the choices of its own experts alone: on so large a part."""
     ways = prod(local.geometry.mesh_shape[axis] for axis in local.axes_with(OWN_EXPERTS))
     before, met = (value_of(item).shape[0] for item in (trips[0].index if trips else index, index))
-    node.meta[WORK_SHARE] = before / max(1, met * ways)
+    return float(before / max(1, met * ways))
 
 
 def local_ends(local: LocalCall) -> fx.Node:
@@ -212,6 +260,6 @@ def grouped_outer(local: LocalCall) -> LocalValue:
 FORMS: Mapping[str, LocalForm] = {
     "autopar.grouped_mm.default": grouped_mm,
     "autopar.grouped_outer.default": grouped_outer,
-    "autopar.experts.default": partial(experts, 0),
-    "autopar.experts_backward.default": partial(experts, 1),
+    "autopar.experts.default": experts,
+    "autopar.experts_backward.default": experts_backward,
 }

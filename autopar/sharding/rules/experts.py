@@ -43,11 +43,14 @@ BY_TOKENS = ("tokens", ALL_TO_ALL)
 
 
 def _dispatch(call: OpCall, way: str, first: int) -> Dispatch | None:
-    """What a token takes along, and what comes back: its result, or the gradients of it and of its scores."""
+    """What a token takes along, and what comes back: its result, or the gradients of it and of its scores.
+
+    In the backward the gradient alone travels: what went with it in the forward is kept there (`kept_experts`).
+    """
     if way != ALL_TO_ALL:
         return None
     index, scores = (required_tensor_at(call, first + argument) for argument in (INDEX, SCORES))
-    sent = call.inputs[: first + SCORES + 1]
+    sent = call.inputs[:1] if first else call.inputs[: SCORES + 1]
     returned = [spec for spec in call.outputs[: 1 + first] if spec is not None]
     row_bytes, returned_bytes = (
         sum(spec.nbytes // max(1, scores.shape[0]) for spec in side) for side in (sent, returned)

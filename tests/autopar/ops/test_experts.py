@@ -97,9 +97,23 @@ def test_hidden_rows_that_no_cache_holds_together_are_computed_one_block_after_t
     torch.testing.assert_close(activated(text, values), expected)
     projected, weight = torch.randn_like(expected), torch.rand(5, 1, dtype=F64)
     grads = torch.autograd.grad(expected, leaves, projected * weight)
-    inner, slopes = projected.clone(), (projected * expected).sum(1)
-    torch.testing.assert_close(differentiated(gradient_text(text, 2, F64), values, inner, weight), slopes)
-    torch.testing.assert_close((*values.unbind(1), inner), (*grads, expected))
+    inner, before, slopes = projected.clone(), values.clone(), (projected * expected).sum(1)
+    found = differentiated(gradient_text(text, 2, F64), values, inner, weight)
+    torch.testing.assert_close((found[0], *found[1].unbind(1), inner), (slopes, *grads, expected))
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_backward_that_reads_what_the_forward_kept_gives_the_same_gradients(activation: str, biased: bool) -> None:
+    args, wanted = layer(activation, biased=biased), [True, True, True, biased, True, biased]
+    gradient = gradient_text(args[-2], args[3].shape[1], F64)
+    found, kept = ops.experts_keeping(*args, 0)
+    torch.testing.assert_close(found, ops.experts(*args), rtol=0, atol=0)
+    grad, before = torch.randn_like(found), kept.clone()
+    grads = ops.experts_backward_kept(grad, *args, gradient, wanted, kept)
+    torch.testing.assert_close(grads, ops.experts_backward(grad, *args, gradient, wanted))
+    assert torch.equal(kept, before)  # a second backward may read it
 
 
 def test_frozen_weights_get_no_gradient_and_others_do() -> None:
