@@ -87,7 +87,7 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
     again = request if request.are_batches else PipelineRequest(len(plan.stages))
     search = PipelineSearch(program, mesh, pipeline.axis, options, again, rules)
     cutting = CutAnswers(search, pipeline.microbatches, pipeline.schedule, staged.cuts)
-    notes = what_was_recomputed(plan, found.plan) or found.plan.notes
+    notes = (*found.plan.notes, *what_was_recomputed(plan, found.plan))
     return replace(found, plan=replace(found.plan, notes=notes, cutting=cutting))
 
 

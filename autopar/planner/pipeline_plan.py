@@ -78,6 +78,7 @@ def finished(
         optimizer=options.optimizer.name,
         cost=sum(item.plan.cost for item in planned),
         bound=sum(item.plan.bound for item in planned),
+        notes=staged.program.notes,
         without_rule=tuple(dict.fromkeys(op for item in planned for op in item.plan.without_rule)),
         stages=_stage_plans(staged, schedule, planned, costs, held),
         pipeline=Pipeline(

@@ -182,6 +182,14 @@ def test_other_experts_are_computed_on_all_tokens_and_the_plan_says_so() -> None
     assert "note: loops.py" in str(plan)
 
 
+def test_a_pipeline_says_so_too_and_once_more_when_its_plan_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(loops.WIDTH, loops.WIDTH), loops.Mixtral(loops.Normalized)).double()
+    plan = autopar.make_plan(model, (2, 1), example_inputs=tokens(), stages=2, microbatches=1, schedule="1f1b")
+    (note,) = plan.notes
+    assert "of all rows 4 times" in note and "note: loops.py" in str(plan)
+    assert autopar.make_plan(model, (2, 1), example_inputs=tokens(), plan=plan).notes == plan.notes
+
+
 def test_a_split_by_counts_is_one_product_in_groups() -> None:
     class Products(loops.Sorted):
         def __init__(self) -> None:
