@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.errors import UnsupportedOptionError
-from autopar.nn.routing import Routing
+from autopar.nn.routing import Routing, are_sizes
 from autopar.ops import experts as _experts  # noqa: F401  (registers autopar::experts)
 
 PROGRAMS = {  # of what stands between an expert's products, as `autopar::experts` reads it
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 def check_sizes(num_experts: int, d_model: int, d_hidden: int, activation: str) -> None:
     """Raise UnsupportedOptionError for sizes below 1 and unknown activations."""
-    if min(num_experts, d_model, d_hidden) < 1:
+    if not are_sizes(num_experts, d_model, d_hidden):
         raise UnsupportedOptionError(
             f"{num_experts} experts from {d_model} to {d_hidden} numbers and back", fix="sizes are at least 1"
         )

@@ -76,6 +76,11 @@ def expert_capacity(tokens: int, choices: int, num_experts: int, factor: float |
     return min(tokens, math.ceil(factor * tokens * choices / num_experts))
 
 
+def are_sizes(*numbers: object) -> bool:
+    """Whether all are whole numbers of at least 1."""
+    return all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in numbers)
+
+
 def check_capacity_factor(factor: float | None) -> None:
     """Raise UnsupportedOptionError unless the factor is None (dropless) or a number >= 0."""
     if factor is not None and not (math.isfinite(factor) and factor >= 0):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.errors import InputError, UnsupportedOptionError
-from autopar.nn.routing import Routing, check_capacity_factor
+from autopar.nn.routing import Routing, are_sizes, check_capacity_factor
 
 
 def check_one_of(option: str, value: str, known: tuple[str, ...]) -> None:
@@ -31,7 +31,7 @@ class Gate(nn.Module, ABC):
         self, d_model: int, num_experts: int, k: int, *, router_dtype: torch.dtype | None = torch.float32
     ) -> None:
         super().__init__()
-        if d_model < 1 or num_experts < 1 or not 1 <= k <= num_experts:
+        if not are_sizes(d_model, num_experts, k) or k > num_experts:
             raise UnsupportedOptionError(
                 f"{type(self).__name__}: no {k} experts of {num_experts} can be chosen for tokens of {d_model} numbers",
                 fix="sizes are at least 1, and a token chooses at most all of the experts",

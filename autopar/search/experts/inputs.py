@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,6 +62,9 @@ def read_question(
     load: Any, mesh: AnyMesh, replicas: int | None, affinity: Any, current: Any, devices_per_node: int | None
 ) -> Question:
     """Check everything, or raise ExpertPlacementError."""
+    for name, value in (("replicas", replicas), ("devices_per_node", devices_per_node)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ExpertPlacementError(f"{name} is {value!r}: no whole number", fix="give an int")
     loads = read_load(load)
     cluster = read_cluster(mesh, devices_per_node)
     experts = loads.shape[1]
@@ -81,10 +85,11 @@ def read_load(load: Any) -> Array:
 
 
 def _numbers(values: Any, name: str) -> Array:
-    """float64, finite, none negative."""
+    """float64, finite, none negative; a tensor of any dtype and device that holds numbers, too."""
     try:
-        array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+        held = values.detach().double().cpu() if hasattr(values, "detach") else values
+        array = np.asarray(held, dtype=np.float64)
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise ExpertPlacementError(f"{name} is no array of numbers: {error}", fix="give rows of one length") from error
     for what, wrong in (("not a finite number", ~np.isfinite(array)), ("negative", array < 0)):
         if wrong.any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def place_experts(
     ([[100.0, 100.0]], (1, 2, 3))
     """
     for name, value in (("time_limit_s", time_limit_s), ("move_cost", move_cost), ("load_tolerance", load_tolerance)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ExpertPlacementError(f"{name} is {value}", fix="give a number >= 0")
+        if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+            raise ExpertPlacementError(f"{name} is {value!r}", fix="give a number >= 0")
     question = read_question(load, mesh, replicas, affinity, current, devices_per_node)
     started = time.monotonic()
     alone = affinity is None and current is None

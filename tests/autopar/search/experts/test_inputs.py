@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import autopar
 from autopar.errors import ExpertPlacementError
@@ -32,7 +33,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"current": np.zeros((1, 2, 2))}, "array of float64"),
     ({"current": np.full((1, 2, 2), 4)}, "names an expert outside of 0 to 3"),
     ({"time_limit_s": -1}, "time_limit_s is -1"),
+    ({"time_limit_s": None}, "time_limit_s is None"),
+    ({"time_limit_s": "3"}, "time_limit_s is '3'"),
     ({"move_cost": math.nan}, "move_cost is nan"),
+    ({"replicas": 4.0}, "replicas is 4.0: no whole number"),
+    ({"replicas": True}, "replicas is True: no whole number"),
+    ({"devices_per_node": "2"}, "devices_per_node is '2': no whole number"),
+    ({"load": torch.empty(1, 4, device="meta")}, "load is no array of numbers"),
 ]
 
 
@@ -62,6 +69,13 @@ def test_nodes_are_those_of_the_profile_or_the_last_axis(mesh: Any, override: in
 def test_without_replicas_every_device_has_as_few_slots_as_hold_all_experts() -> None:
     assert place_experts([[1] * 10], (1, 4)).assignment.shape == (1, 4, 3)
     assert place_experts([[1] * 8], (1, 4)).assignment.shape == (1, 4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
+def test_loads_may_be_a_tensor_of_any_dtype_that_autograd_knows(dtype: torch.dtype) -> None:
+    load = torch.tensor([[4, 3, 2, 1]], dtype=dtype, requires_grad=dtype.is_floating_point)
+    expected = place_experts([[4, 3, 2, 1]], (1, 2)).assignment
+    assert np.array_equal(place_experts(load, (1, 2)).assignment, expected)
 
 
 def test_one_row_of_loads_is_one_layer() -> None:
