@@ -36,11 +36,12 @@ class HeldMemory(Protocol):
         """The most bytes held in that context."""
 
 
-def held_memory(device_type: str, standing: Sequence[Tensor]) -> HeldMemory:
-    """For one step. `standing`: what is held already."""
+def held_memory(device_type: str, standing: Sequence[Tensor], on_host: Sequence[Tensor] = ()) -> HeldMemory:
+    """For one step. `standing`: what is held already; `on_host`: what lies on the host, which counts apart."""
     if device_type != "cpu":
         return AllocatorMemory()
     memory = CountedMemory()
+    memory.tracker.hold(on_host, on_host=True)
     memory.hold(standing)
     return memory
 

@@ -40,14 +40,9 @@ class MemoryTracker(DispatchMode):
         self._in_flight: dict[int, list[weakref.ref[Tensor]]] = {}  # by the storage of the result, what is read
 
     def hold(self, tensors: Sequence[Tensor], *, on_host: bool = False) -> None:
-        """Count tensors that were made outside."""
+        """Count tensors that were made outside; one that is known already stays where it was counted."""
         for tensor in tensors:
             self._count(tensor, on_host=on_host)
-
-    def hold_on_host(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors that lie on the host."""
-        for tensor in tensors:
-            self._count(tensor, on_host=True)
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes

@@ -42,7 +42,7 @@ from autopar.runtime.parameters import (
     lay_out_parameter,
     replicated_buffer,
 )
-from autopar.runtime.recorder import Recorder, merged
+from autopar.runtime.recorder import Recorder, Standing, merged
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
 from autopar.sharding.dtensors import layout_of, put
@@ -67,7 +67,6 @@ class _StepSession(Session):
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
-    hosted: frozenset[str] = frozenset()  # the parameters that lie on the host
     putting_off: bool = False  # inside no_sync
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
@@ -257,12 +256,13 @@ class ParallelModule(Container):
                 session.recorder = None
         recorder.made = self._made_recording(recorder)
 
-    def _held_between_steps(self, stepped: SteppedOptimizers) -> list[Tensor]:
+    def _held_between_steps(self, stepped: SteppedOptimizers) -> Standing:
         """This rank's parts of parameters, buffers, gradients, and of the state of the optimizers that stepped."""
-        parameters = list(self.parameters())
-        gradients = [item.grad for item in parameters if item.grad is not None]
-        states = [state for item in parameters for state in stepped.state_of(item)]
-        return local_parts([*parameters, *self.buffers(), *gradients, *states], self._session.mesh.device_type)
+        here, away = list(self.buffers()), list[Tensor]()
+        for name, item in self.named_parameters():
+            own = [item, *([] if item.grad is None else [item.grad]), *stepped.state_of(item)]
+            (away if name in self._session.hosted else here).extend(own)
+        return local_parts(here, self._session.mesh.device_type), local_parts(away, "cpu")
 
     def _made_recording(self, recorder: Recorder) -> Recording:
         session, load = self._session, self._recorded_load()

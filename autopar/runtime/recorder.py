@@ -23,12 +23,15 @@ from autopar.passes.collectives import is_collective, is_wait
 from autopar.recording import COLLECTIVE, COMPUTE, WAIT, Recording, Span
 from autopar.runtime.held_memory import HeldMemory, held_memory
 
+Standing = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Tensors on a rank's device, and tensors on its host."""
+
 
 class Recorder:
     """What `ParallelModule.record` gives; `recording` is there once its `with` block has ended."""
 
-    def __init__(self, mesh: DeviceMesh, rank: int, standing: Callable[[], Sequence[Tensor]]) -> None:
-        """`standing`: what the rank holds between two steps."""
+    def __init__(self, mesh: DeviceMesh, rank: int, standing: Callable[[], Standing]) -> None:
+        """`standing`: what the rank holds between two steps, on its device and on the host."""
         self.mesh, self.rank, self.standing = mesh, rank, standing
         self.spans: list[Span] = []
         self.step_s: list[float | None] = []
@@ -49,7 +52,7 @@ class Recorder:
         self.end_step()
         self.step_s.append(0.0)
         self._whole = len(self.step_s) % 2 == 1
-        self._memory = None if self._whole else held_memory(self.mesh.device_type, self.standing())
+        self._memory = None if self._whole else held_memory(self.mesh.device_type, *self.standing())
         self.begins.append(self.now())
 
     def end_step(self) -> None:

@@ -24,6 +24,7 @@ class Session:
     seed: int = 0  # of the first rank's generator, when last looked at
     calls: int = 0  # since that seed was set
     recorder: Recorder | None = None  # while a run is recorded
+    hosted: frozenset[str] = frozenset()  # the parameters that lie on the host
 
     def check_call(self, key: str) -> None:
         """Compare a key over all ranks, and take the first rank's seed: calls count from a new one."""

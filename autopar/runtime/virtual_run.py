@@ -89,7 +89,7 @@ class _VirtualStep:
         kept = [tuple(rank) for rank in inputs]  # parameters, buffers and the batch live on beside the graphs
         on_host = self._on_host(forward[0])
         for tracker, held in zip(memory.trackers, kept, strict=True):
-            tracker.hold_on_host([value for value, away in zip(held, on_host, strict=True) if away])
+            tracker.hold([value for value, away in zip(held, on_host, strict=True) if away], on_host=True)
             tracker.hold(held)
         first = run_lockstep(forward, inputs, memory)
         kept_from = early + len(self.ranks[0].expert_counts)

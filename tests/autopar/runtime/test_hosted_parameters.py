@@ -173,9 +173,30 @@ def test_a_parameter_that_goes_to_another_device_keeps_its_hooks_and_its_optimiz
     run_on_ranks(move_between_devices, 1)
 
 
+def recorded() -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2,))
+    adamw = torch.optim.AdamW
+    pmodel = autopar.compile(mlp(), mesh, example_inputs=rows(0), search="fsdp", constraints=HOST, optimizer=adamw)
+    optimizer = adamw(pmodel.parameters())
+    with pmodel.record() as recorder:
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss_of(pmodel, rows(seed)).backward()
+            optimizer.step()
+    peak, plan = recorder.recording.peak, pmodel.plan
+    assert peak is not None and isinstance(plan, autopar.Plan)
+    return peak.held_bytes, plan.peak_bytes
+
+
+def test_a_recording_counts_what_the_device_holds() -> None:
+    beside = rows(0).nbytes  # the batch is given whole
+    for held, promised in run_on_ranks(recorded, 2):
+        assert held <= promised + beside
+
+
 def test_what_is_held_on_the_host_counts_apart() -> None:
     kept, away = torch.ones(10), torch.ones(20)
     with MemoryTracker() as memory:
-        memory.hold_on_host([away])
+        memory.hold([away], on_host=True)
         memory.hold([kept, away])
         assert (memory.live_bytes, memory.host_bytes) == (40, 80)
