@@ -101,7 +101,8 @@ class _Follower:
             return summed
         moves = np.zeros(len(decision.strategies))
         for first, edge in self.incoming[index]:
-            moves += self.planning.problem.edge_costs[edge][self.choice[first]]
+            weight = 1e3 if self._lies_as_batch(decision, edge) else 1.0  # the batch stays where it is
+            moves += weight * self.planning.problem.edge_costs[edge][self.choice[first]]
         compute = self.planning.problem.costs[index]
         total = moves * 1e3 + compute  # moving nothing comes first: this is the plan's idea, not an optimum
         return int(np.argmin(total))
@@ -123,6 +124,14 @@ class _Follower:
             return None
         pick, (first, edge) = ends.index((total, total)), self.incoming[index][0]
         return pick if self.planning.problem.edge_costs[edge][self.choice[first], pick] < FORBIDDEN else None
+
+    def _lies_as_batch(self, decision: Decision, edge: int) -> bool:
+        argument = self.planning.edge_arguments[edge]
+        if argument == TIED:
+            return False
+        source = decision.sources[argument]
+        strategy = self.planning.decisions[source.decision].strategies[self.choice[source.decision]]
+        return strategy.outputs[source.output] == self.batch
 
     def _is_whole(self, source: Source) -> bool:
         strategy = self.planning.decisions[source.decision].strategies[self.choice[source.decision]]

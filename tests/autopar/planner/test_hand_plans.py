@@ -11,6 +11,7 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError
 from autopar.sharding.layout import format_layout
+from tests.autopar.models import MODELS
 
 
 def block() -> nn.Module:
@@ -97,3 +98,17 @@ def test_megatron_leaves_whole_what_an_op_cannot_take_cut() -> None:
     assert all("S" in found[f"{name}.weight"] for name in ("up", "down"))
     report = autopar.verify(Recurrent(), autopar.Mesh((2, 2)), example_inputs=x, plan=plan)
     assert report.ok, report.table
+
+
+@pytest.mark.parametrize("search", ["ddp", "fsdp"])
+def test_the_batch_stays_cut_over_every_axis_behind_sums_over_it(search: str) -> None:
+    """A batch norm's statistics are summed; what it normalizes stays: convolutions sum nothing, in whatever dtype."""
+    model, inputs = MODELS["resnet"]()
+    plan = autopar.make_plan(model, (2, 2), example_inputs=inputs, search=search)
+    found = {
+        format_layout(entry.outputs[0])
+        for entry in plan.entries
+        if "/convolution#" in entry.key or "batch_norm_apply#" in entry.key
+    }
+    assert found == {"S0,S0"}
+    assert autopar.verify(model, (2, 2), example_inputs=inputs, search=search, precision="bf16").ok
