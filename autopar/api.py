@@ -48,6 +48,7 @@ from autopar.planner.optimizers import OptimizerFactory
 from autopar.planner.pipeline_request import PipelineRequest, followed_request
 from autopar.planner.reconsider import with_questions, with_stage_questions
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.in_order import mesh_in_order
 from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.pipeline.virtual_run import run_virtual_pipeline
@@ -123,7 +124,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
 
 
 def _compiled(mesh: DeviceMesh, agreed: _Agreed) -> ParallelModule:
-    given = agreed.given
+    given, mesh = agreed.given, mesh_in_order(mesh)
     if agreed.axis is None:
         geometry = geometry_of(mesh)
         compiler = Compiler(given.mesh, given.options, geometry, agreed.ranks, given.plan)

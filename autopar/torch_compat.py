@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,13 +44,17 @@ __all__ = [
     "below_torch_functions",
     "broadcast_shapes",
     "dtensor_of",
+    "group_timeout",
     "has_kernel",
     "is_cuda_built",
+    "is_gloo",
     "is_implicit_composite",
     "join_ranks",
+    "mesh_over",
     "outside_tracing",
     "overload_of",
     "python_kernels",
+    "register_gloo_in_order",
     "registrations",
     "run_load_hooks",
     "run_ranks",
@@ -277,3 +284,42 @@ def has_kernel(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether an op can run on such a device."""
     is_computed: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     return is_computed(_full_name(op), torch._C._dispatch_key_for_device(device_type))
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a group's collectives of tensors on such devices are gloo's."""
+    return dist.is_gloo_available() and isinstance(group._get_backend(torch.device(device_type)), dist.ProcessGroupGloo)
+
+
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """How long a group waits for its ranks."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout
+
+
+def mesh_over(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh that equals `mesh`, over other groups along its axes: `DeviceMesh.from_group`, which wants names."""
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    made = DeviceMesh.from_group(list(groups), mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
+    made._mesh_dim_names = mesh.mesh_dim_names
+    return made
+
+
+def register_gloo_in_order() -> str:
+    """The name of a backend for `torch.distributed.new_group`: gloo with one thread for each group instead of two."""
+    name = "gloo_in_order"
+    if name not in dist.Backend.backend_list:
+        register: Callable[..., None] = dist.Backend.register_backend
+        register(name, _gloo_in_order, devices=["cpu", "cuda"])
+    return name
+
+
+def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options = gloo._Options()
+    options._threads, options._timeout = 1, timeout
+    devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    options._devices = devices or [gloo.create_default_device()]
+    made: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return made
