@@ -45,9 +45,9 @@ def run_apart(
     except Exception:  # whatever an object that the model holds raises when it is to be copied
         return _run_on_copies(model, args, kwargs, precision)
     twin.zero_grad()
-    own = dict(twin.named_parameters())
+    own: dict[str, Tensor] = dict(twin.named_parameters())
     result = twin(*args, **kwargs) if precision is None else precision.run(twin, args, kwargs, own)
-    return RunApart(result, dict(twin.named_parameters()), dict(twin.named_buffers()))
+    return RunApart(result, own, dict(twin.named_buffers()))  # of a module met twice, the twin may now hold casts
 
 
 def _run_on_copies(

@@ -184,3 +184,10 @@ def test_half_precision_trains_with_a_scaled_loss_as_on_one_device() -> None:
     for worst, difference in run_on_ranks(scaled_training, 2):
         assert difference == 0.0
         assert max(worst) < 1e-3
+
+
+def test_a_module_that_stands_in_two_places_has_its_gradients_under_a_policy() -> None:
+    shared = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(shared, torch.nn.ReLU(), shared)
+    report = autopar.verify(model, (2,), example_inputs=torch.randn(8, 8), precision="bf16")
+    assert report.ok, report.table
