@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ FORMAT = "autopar recording"
 COMPUTE, WAIT, COLLECTIVE = "compute", "wait", "collective"
 OP_KINDS = (COMPUTE, WAIT, COLLECTIVE)
 STAGE_KINDS = ("forward", "backward", "backward_input", "backward_weight")
+MESSAGE_KINDS = ("send_activation", "send_gradient", "recv_activation", "recv_gradient")
+PREDICTED = 1_000_000  # added to the number of a rank's process in a trace, for what was predicted of it
 _FIX = "give a file that recording.save wrote"
 
 
@@ -29,7 +31,8 @@ class Span:
     """One piece of work: seconds from the beginning of its step, when all ranks had agreed on the call.
 
     `kind`: of an op, `compute`, `wait` (for a collective) or `collective` (from its issue to the end of its wait); of a
-    pipeline's stage, what its action does. `phase`: `forward` or `backward`. `held_bytes`: the most that its rank held
+    pipeline's stage, what its action does: a send until it is under way, a recv while its reader waits for it. `phase`:
+    `forward` or `backward`. `held_bytes`: the most that its rank held
     on its device meanwhile; -1 where that was not measured.
     """
 
@@ -111,8 +114,11 @@ class Recording:
             found[module][kind] = statistics.median([by_step.get(step, 0.0) for step in self.timed_steps])
         return dict(found)
 
-    def chrome_trace(self) -> dict[str, Any]:
-        """All spans in Chrome's and Perfetto's JSON form, a process for each rank; steps one after the other."""
+    def chrome_trace(self, *, predicted: Iterable[Span] = ()) -> dict[str, Any]:
+        """All spans in Chrome's and Perfetto's JSON form, a process for each rank; steps one after the other.
+
+        `predicted`: of one step (`autopar.report.gantt.predicted_spans`), drawn beside the first.
+        """
         starts, at = {}, 0.0
         for step in self.timed_steps:
             starts[step] = at
@@ -121,14 +127,13 @@ class Recording:
             {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}, measured"}}
             for rank in sorted({span.rank for span in self.spans})
         ]
+        events += [{**_event(span, 0.0), "pid": PREDICTED + span.rank} for span in predicted]
+        events += [
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"rank {pid - PREDICTED}, predicted"}}
+            for pid in sorted({event["pid"] for event in events if event["pid"] >= PREDICTED})
+        ]
         for span in self.spans:
-            label = span.name if span.stage < 0 else f"{span.kind} {span.stage}.{span.microbatch}"
-            stream = "communication" if span.kind == COLLECTIVE else "compute"
-            events.append(
-                {"name": label, "cat": span.kind, "ph": "X", "pid": span.rank, "tid": stream,
-                 "ts": 1e6 * (starts[span.step] + span.start_s), "dur": 1e6 * span.seconds,
-                 "args": {"module": span.module, "phase": span.phase, "step": span.step}}
-            )  # fmt: skip
+            events.append(_event(span, starts[span.step]))
             if span.held_bytes >= 0:
                 events.append(
                     {"name": "memory", "ph": "C", "pid": span.rank, "args": {"bytes": span.held_bytes},
@@ -136,9 +141,9 @@ class Recording:
                 )  # fmt: skip
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file that chrome://tracing and ui.perfetto.dev open."""
-        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+    def save_trace(self, path: str | os.PathLike[str], *, predicted: Iterable[Span] = ()) -> None:
+        """Write `chrome_trace` to a file that chrome://tracing and ui.perfetto.dev open."""
+        Path(path).write_text(json.dumps(self.chrome_trace(predicted=predicted)), encoding="utf-8")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON: `Recording.load` reads it, and `autopar report --recording` sets it beside the plan."""
@@ -152,6 +157,17 @@ class Recording:
             return _read(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordingError(f"not a readable recording: {error}", where=str(path), fix=_FIX) from error
+
+
+def _event(span: Span, began_s: float) -> dict[str, Any]:
+    """A span of a step that began then, as an event of a trace."""
+    label = span.name if span.stage < 0 else f"{span.kind} {span.stage}.{span.microbatch}"
+    stream = "communication" if span.kind in (COLLECTIVE, *MESSAGE_KINDS) else "compute"
+    return {
+        "name": label, "cat": span.kind, "ph": "X", "pid": span.rank, "tid": stream,
+        "ts": 1e6 * (began_s + span.start_s), "dur": 1e6 * span.seconds,
+        "args": {"module": span.module, "phase": span.phase, "step": span.step},
+    }  # fmt: skip
 
 
 def _read(data: Any) -> Recording:
@@ -172,7 +188,7 @@ def _span(values: Any) -> Span:
     named = fields(Span)[: len(values)]  # older files have no bytes
     checks: dict[str, Callable[[Any], Any]] = {"str": _text, "float": _seconds, "int": int}
     made = Span(**{item.name: checks[str(item.type)](value) for item, value in zip(named, values, strict=True)})
-    if made.kind not in (*OP_KINDS, *STAGE_KINDS) or made.end_s < made.start_s:
+    if made.kind not in (*OP_KINDS, *STAGE_KINDS, *MESSAGE_KINDS) or made.end_s < made.start_s:
         raise ValueError(f"{values!r:.80} is no span")
     return made
 

@@ -25,7 +25,9 @@ from rich.table import Table
 from benchmarks import tables
 
 HIDDEN, SEQUENCE, VOCABULARY, LAYERS, BATCH = 12_288, 2_048, 50_257, 96, 1_536
-CASES: dict[str, tuple[tuple[int, int, int], str, int]] = {
+CASES: dict[str, tuple[tuple[int, int, int], str | None, int | None]] = {
+    "(8,16,8), microbatches chosen": ((8, 16, 8), "1f1b", None),
+    "(8,16,8), schedule chosen too": ((8, 16, 8), None, None),
     "(8,16,8), 96 microbatches": ((8, 16, 8), "1f1b", 96),
     "(8,16,8), 48 microbatches": ((8, 16, 8), "1f1b", 48),
 }

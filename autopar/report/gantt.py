@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import PlanError
 from autopar.plan_details import Bar
 from autopar.plots import new_figure
+from autopar.recording import STAGE_KINDS, Span
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 COLORS = {"forward": "#4477aa", "backward": "#228833", "backward_input": "#66bb77", "backward_weight": "#ccbb44"}
 """Paul Tol's bright scheme, as the pictures of memory have it."""
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "b", "backward_weight": "w"}
 WIDTH, ROW = 5.2, 0.42  # inches
 LABELLED = 60  # bars of a rank; beyond, their numbers would not be read
 
@@ -32,8 +34,29 @@ def planned_bars(plan: Plan) -> tuple[Bar, ...]:
 
 def measured_bars(recording: Recording) -> tuple[Bar, ...]:
     """The last recorded step of a pipeline; nothing of a run without stages."""
-    spans = [span for span in recording.of_last_step() if span.stage >= 0]
+    spans = [span for span in recording.of_last_step() if span.kind in STAGE_KINDS]
     return tuple(Bar(it.kind, it.rank, it.stage, it.microbatch, it.start_s, it.end_s) for it in spans)
+
+
+def predicted_spans(plan: Plan) -> tuple[Span, ...]:
+    """The simulated schedule as a recording's trace takes it. Raises PlanError where it is not known."""
+    return tuple(
+        Span(it.kind, it.kind, it.start_s, it.end_s, it.rank, stage=it.stage, microbatch=it.microbatch)
+        for it in planned_bars(plan)
+    )
+
+
+def text_gantt(bars: Sequence[Bar], width: int = 100) -> str:
+    """One line for each rank: what it computes over time. `F`, `B`, `b`, `w` and the microbatch; `.` is a bubble."""
+    begin_s = min(bar.start_s for bar in bars)
+    column_s = (max(bar.end_s for bar in bars) - begin_s) / width or 1.0
+    lines = {rank: ["."] * width for rank in sorted({bar.rank for bar in bars})}
+    for bar in sorted(bars, key=lambda it: it.start_s):
+        first = min(width - 1, round((bar.start_s - begin_s) / column_s))
+        last = max(first + 1, min(width, round((bar.end_s - begin_s) / column_s)))
+        label = f"{LETTERS[bar.kind]}{bar.microbatch}"
+        lines[bar.rank][first:last] = list(label[: last - first].ljust(last - first, "-"))
+    return "\n".join(f"rank {rank:<3} {''.join(line)}" for rank, line in lines.items())
 
 
 def bubble_of(bars: Sequence[Bar]) -> float:

@@ -13,8 +13,9 @@ from rich.table import Table
 from autopar.errors import RecordingError
 from autopar.folding import fold_keys
 from autopar.plots import new_figure
-from autopar.recording import COMPUTE, WAIT, Recording, Span
+from autopar.recording import COMPUTE, MESSAGE_KINDS, WAIT, Recording, Span
 from autopar.report.figures import bytes_text, rendered, seconds_text
+from autopar.report.gantt import bubble_of, measured_bars, text_gantt
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -62,6 +63,10 @@ def totals(plan: Plan, recording: Recording) -> list[Line]:
     lines, peak = [Line("step, the optimizer in it", plan.step_s or None, recording.typical_s)], recording.peak
     if peak is not None:
         lines.append(Line("memory of the fullest rank", plan.peak_bytes or None, peak.held_bytes, text=bytes_text))
+    bars, known = measured_bars(recording), plan.pipeline
+    if bars and known is not None:
+        lines.append(Line("bubble, of the time that ranks compute", known.bubble or None, bubble_of(bars), text=_share))
+        lines.append(Line("waiting for messages, the rank that waits most", None, _longest_wait(recording)))
     modules = recording.by_module()
     if not modules:
         return lines
@@ -75,6 +80,19 @@ def totals(plan: Plan, recording: Recording) -> list[Line]:
         Line("computation, without the optimizer", busy, compute),
         Line("waiting for communication", exposed, wait),
     ]
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}"
+
+
+def _longest_wait(recording: Recording) -> float:
+    """Seconds in one step."""
+    waits: dict[int, float] = {}
+    for span in recording.of_last_step():
+        if span.kind in MESSAGE_KINDS:
+            waits[span.rank] = waits.get(span.rank, 0.0) + span.seconds
+    return max(waits.values(), default=0.0)
 
 
 def by_module(plan: Plan, recording: Recording) -> list[Line]:
@@ -128,6 +146,9 @@ def measured_text(plan: Plan, recording: Recording) -> str:
     modules = sorted(by_module(plan, recording), key=lambda line: -line.measured)
     if modules:
         parts.append(_table("module", modules))
+    bars = measured_bars(recording)
+    if bars:
+        parts.append(f"measured, one step:\n{text_gantt(bars)}\n")
     return rendered(*parts, *(f"note: {text}" for text in remarks(plan, recording)))
 
 

@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import NotPlannedError
 from autopar.passes.collectives import is_collective, is_wait
-from autopar.recording import COLLECTIVE, COMPUTE, WAIT, Recording, Span
+from autopar.recording import COLLECTIVE, COMPUTE, STAGE_KINDS, WAIT, Recording, Span
 from autopar.runtime.held_memory import HeldMemory, held_memory
 
 Standing = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Tensors on a rank's device, and tensors on its host."""
+FORWARD = ("forward", "send_activation", "recv_activation")
 
 
 class Recorder:
@@ -69,14 +70,14 @@ class Recorder:
 
     @contextmanager
     def action(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
-        """One action of a pipeline; in every second step, what it holds is counted too."""
-        memory, start = self._memory, self.now()
+        """One action of a pipeline; in every second step, what a computing one holds is counted too."""
+        memory, start = self._memory if kind in STAGE_KINDS else None, self.now()
         if memory is None:
             yield
         else:
             with memory.of_program():
                 yield
-        more = {"phase": "forward" if kind == "forward" else "backward", "stage": stage, "microbatch": microbatch}
+        more = {"phase": "forward" if kind in FORWARD else "backward", "stage": stage, "microbatch": microbatch}
         self._note(kind, kind, start, self.now(), **more, held_bytes=-1 if memory is None else memory.most_bytes())
 
     def note_node(self, node: fx.Node, kind: str, start: float, end: float, **more: Any) -> None:

@@ -63,7 +63,7 @@ class Worker:
     saved: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)
     kept: dict[tuple[int, int], dict[str, Value]] = field(default_factory=dict)  # for the weights' gradients
     added: dict[int, int] = field(default_factory=dict)  # microbatches in each stage's gradients
-    timed: Callable[[str, int, int], AbstractContextManager[None]] = untimed  # around what computes
+    timed: Callable[[str, int, int], AbstractContextManager[None]] = untimed  # around what computes, sends and waits
 
     def run(self, actions: Iterable[Action]) -> Iterator[None]:
         """Follow the actions; yields where a message must be sent by another worker of this process first."""
@@ -124,7 +124,9 @@ class Worker:
 
     def _send(self, message: Message) -> None:
         if self._names(message):
-            self.channels.send(message, self.schedule.rank_of(message.reader), self.leaving.pop(message))
+            reader = self.schedule.rank_of(message.reader)
+            with self.timed(f"send_{message.kind}", message.source, message.microbatch):
+                self.channels.send(message, reader, self.leaving.pop(message))
 
     def _receive(self, message: Message) -> None:
         kind = InputKind.ARRIVING if message.kind == "activation" else InputKind.TANGENT
@@ -142,7 +144,9 @@ class Worker:
             incoming = self.incoming.pop(message)
             while not incoming.is_here():
                 yield
-            for name, value in zip(self._names(message), incoming.values(), strict=True):
+            with self.timed(f"recv_{what}", stage, item):
+                values = incoming.values()
+            for name, value in zip(self._names(message), values, strict=True):
                 self.arrived[stage, kind, name, item] = value
 
     def _give(self, what: str, stage: int, item: int, values: Mapping[str, Value]) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import RecordingError
 from autopar.nn import Experts, MixtureOfExperts, TopKGate
-from autopar.recording import Recording, Span
-from autopar.report.gantt import bubble_of, measured_bars, planned_bars
+from autopar.recording import MESSAGE_KINDS, PREDICTED, Recording, Span
+from autopar.report.gantt import bubble_of, measured_bars, planned_bars, predicted_spans
 from autopar.report.measured import by_module, measured_text, totals
 from autopar.report.page import report_page
 from autopar.runtime.recorder import Notes, merged
@@ -160,6 +160,25 @@ def test_a_pipelines_actions_are_measured_in_every_step_and_drawn_beside_the_sim
         assert order["backward", 1, item].start_s <= order["backward", 0, item].start_s
     page = report_page(plan, recording)
     assert "what each rank computes over time, predicted" in page and "measured: bubble" in page
+
+
+def test_a_pipelines_messages_are_waited_for_in_its_trace_beside_what_was_predicted(folder: Path) -> None:
+    plan, recording = loaded(folder, "pipeline")
+    kinds = {kind: [it for it in recording.of_last_step() if it.kind == kind] for kind in MESSAGE_KINDS}
+    assert {kind: (len(own), {it.rank for it in own}) for kind, own in kinds.items()} == {
+        "send_activation": (4, {0}), "recv_activation": (4, {1}), "send_gradient": (4, {1}), "recv_gradient": (4, {0}),
+    }  # fmt: skip
+    forwards = {it.microbatch: it for it in recording.of_last_step() if it.kind == "forward" and it.rank == 1}
+    for wait in kinds["recv_activation"]:  # a wait ends before its reader begins
+        assert wait.end_s <= forwards[wait.microbatch].start_s and wait.phase == "forward"
+    trace = recording.chrome_trace(predicted=predicted_spans(plan))["traceEvents"]
+    names = {event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    assert names == {f"rank {rank}, {what}" for rank in (0, 1) for what in ("measured", "predicted")}
+    assert sum(event["pid"] >= PREDICTED and event["ph"] == "X" for event in trace) == 16
+    text = measured_text(plan, recording)
+    assert "bubble" in text and "waiting for messages" in text
+    first, second = (line for line in text.splitlines() if line.startswith("rank "))
+    assert first.split()[2].startswith("F0") and second.split()[2].startswith(".")
 
 
 @pytest.mark.parametrize("kind", ["data", "experts", "pipeline"])
