@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_details import MAX_BARS, Bar, PlanDetails
 from autopar.plan_entries import Pipeline
+from autopar.planner.later_microbatches import refuse_uneven
 from autopar.planner.make import MEMORY_FRACTION, Options, Planned
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
 from autopar.planner.program_hash import program_hash
@@ -52,7 +53,9 @@ def finished(
     options: Options,
     request: PipelineRequest,
 ) -> PlannedPipeline:
-    """The stages' plans with their schedule, as one plan."""
+    """The stages' plans with their schedule, as one plan. Raises NotDivisibleError for a last microbatch that the ranks
+    of a stage cannot share."""
+    refuse_uneven(staged, planned)
     inner = without_axis(mesh, axis)
     link = axis_links(mesh.profile, mesh.shape)[axis]
     costs = [stage_costs(staged, stage, item, inner, link) for stage, item in enumerate(planned)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
@@ -190,7 +191,8 @@ class Worker:
 
     def _note_output(self, output: ProgramOutput, item: int, value: Value) -> None:
         placement = self.staged.over_time[output.kind, output.name]
-        if output.kind is OutputKind.OUTPUT and (output.kind, output.name) not in self.given:
+        aside = output.kind is OutputKind.OUTPUT and (output.kind, output.name) not in self.given
+        if aside:
             kept = self.aside(value)
             if kept is None:
                 return
@@ -200,7 +202,8 @@ class Worker:
         held = self.gathered.outputs[output.kind, output.name]
         if isinstance(placement, Partial) and held:
             ((first, total),) = held.items()
-            held[first] = self.lanes.sum(total, value)
+            added = [torch.add(*parts) for parts in zip(total, value, strict=True)] if aside else None  # not measured
+            held[first] = added or self.lanes.sum(total, value)
         elif shard_dim(placement) is not None or item == 0 or isinstance(placement, Partial):
             held[item] = value
         elif self.staged.microbatches.independent:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import NotDivisibleError
 from autopar.zoo.plain import make_plain
 from tests.autopar.models import MODELS
 
@@ -39,6 +40,33 @@ def test_values_that_skip_stages_and_parameters_that_stages_share(name: str) -> 
 
 def test_microbatches_of_different_sizes() -> None:
     check("mlp", ONE_LINE, schedule="gpipe", microbatches=3)
+
+
+def test_a_last_microbatch_that_the_ranks_of_a_stage_cannot_share_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    square = autopar.Mesh((2, 2), ("pp", "dp"), hardware="cpu")
+    for batch, microbatches in ((7, 4), (6, 4)):  # the first has two samples, the last has one
+        with pytest.raises(NotDivisibleError, match="a later microbatch has 1 where the first has 2"):
+            autopar.verify(model, square, example_inputs=torch.ones(batch, 8), search="ddp", microbatches=microbatches)
+
+
+class Summed(nn.Module):
+    """Beside its loss a sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, *, batch: dict[str, Any], scale: float) -> dict[str, Any]:
+        found = self.layers(batch["x"][0]) * batch["mask"].unsqueeze(-1)
+        return {"loss": (found.square().sum(-1) * batch["x"][1]).mean() * scale, "more": [found, (found.sum(),)]}
+
+
+def test_nested_keyword_inputs_and_outputs_beside_the_loss_keep_to_the_planned_memory() -> None:
+    inputs = {"batch": {"x": (torch.randn(8, 8), torch.rand(8)), "mask": torch.ones(8)}, "scale": 0.5}
+    report = autopar.verify(Summed(), ONE_LINE, example_inputs=inputs, search="ddp", schedule="1f1b", microbatches=4)
+    assert report.ok and report.plan is not None and report.peak_bytes is not None
+    assert report.plan.peak_bytes >= report.peak_bytes
 
 
 def test_one_microbatch_needs_no_cut_so_that_batch_norm_is_exact() -> None:
