@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.precision import Precision, Reduction
 from autopar.cost_models.hardware import HardwareProfile
-from autopar.errors import CaptureError, MemoryLimitError, PlanError, UnknownStrategyError, UnsupportedOptionError
+from autopar.errors import CaptureError, PlanError, UnknownStrategyError, UnsupportedOptionError
 from autopar.mesh import Mesh
 from autopar.passes.packings import LOSSY
 from autopar.plan import Plan
+from autopar.plan_questions import check_memory_limit
 from autopar.planner.constraints import Constraint, as_constraints
 from autopar.planner.make import Options, Search
 from autopar.planner.optimizers import OptimizerFactory, optimizer_of
@@ -131,12 +132,7 @@ def make_options(
     compress: str | None = None,
 ) -> Options:
     """The planner's options from the public keywords. Raises an error of the keyword that cannot be read."""
-    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, (int, float, type(None))):
-        raise UnsupportedOptionError(
-            f"memory_limit_bytes={memory_limit_bytes!r} is not a number", fix="give the bytes per rank, as 16e9"
-        )
-    if memory_limit_bytes is not None and not 0 <= memory_limit_bytes < float("inf"):
-        raise MemoryLimitError(f"no plan fits {memory_limit_bytes} bytes per rank", fix="give the bytes per rank")
+    check_memory_limit(memory_limit_bytes)
     if not isinstance(search, str) and not callable(search):
         raise UnknownStrategyError(f"search is a {type(search).__name__}", fix="give a name, as 'ilp', or a function")
     return Options(

@@ -55,6 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoparError as error:  # also of a parser's `type=`, as a malformed mesh
         _report(error, words)
         return BAD_USAGE
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        where = str(error.filename or "")
+        _report(
+            UsageError(f"a file cannot be written or read: {error.strerror}", where=where, fix="name another"), words
+        )
+        return BAD_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed, as `| head` does: nothing is left to say, not even at exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -14,10 +13,10 @@ from typing import Any
 
 from autopar.cost_models.simulator import Simulation, StepOps
 from autopar.errors import PlanError, PlanFormatError
-from autopar.folding import fold_in_order, fold_keys
+from autopar.folding import fold_in_order, fold_keys, name_matches
 from autopar.plan_details import EntryCosts, PlanDetails
 from autopar.plan_entries import SCHEMA, WHOLE, OpWithoutRule, Pipeline, PlanEntry, PlanReader, plan_json_text
-from autopar.plan_questions import Change, Cutting, Explanation, Planning
+from autopar.plan_questions import Change, Cutting, Explanation, Planning, check_memory_limit
 from autopar.search import Problem, memory_frontier, undominated
 from autopar.version import __version__
 
@@ -179,15 +178,14 @@ class Plan:
         return self.problem
 
     def matching(self, pattern: str) -> tuple[PlanEntry, ...]:
-        """Entries whose key or module matches a shell-style pattern; a plain module's name means all in it."""
-        inside = f"{pattern}[./]*" if pattern and not set(pattern) & set("*?[") else pattern
+        """Entries whose key or module matches, as `name_matches` has it; a module's name means all in it."""
+        inside = (f"{pattern}.", f"{pattern}/")
         return tuple(
             entry
             for entry in self.every_entry
             if any(
-                fnmatch.fnmatchcase(name, way)
+                name_matches(name, pattern) or (pattern and name.startswith(inside))
                 for name in (entry.key, entry.module)
-                for way in (pattern, inside)
                 if name
             )
         )
@@ -236,6 +234,7 @@ class Plan:
         `pin`: as `constraints` of make_plan, checked against the rules. `batch`: the size of dim 0 of the inputs.
         Raises what make_plan raises, and PlanError for a plan that was loaded.
         """
+        check_memory_limit(memory_limit_bytes)
         return self._asked("what_if").what_if(self, Change(pin, memory_limit_bytes, hardware, mesh, batch))
 
     def emitted(self) -> Plan:
@@ -272,6 +271,8 @@ class Plan:
         """What `other` decides differently, folded over repeated layers, and what that costs."""
         from autopar.report.difference import diff_plans
 
+        if not isinstance(other, Plan):
+            raise PlanError(f"a plan was compared with a {type(other).__name__}", fix="give another Plan")
         return diff_plans(self, other)
 
     def __str__(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autopar.errors import MemoryLimitError, UnsupportedOptionError
+
 if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.plan_entries import PlanEntry
@@ -67,6 +69,18 @@ class Explanation:
         plain["alternatives"] = [asdict(item) for item in self.alternatives]
         plain["ruled_out"] = [asdict(item) for item in self.ruled_out]
         return plain
+
+
+def check_memory_limit(bytes_: object) -> None:
+    """Raise UnsupportedOptionError for what is no number, MemoryLimitError for what nothing fits; None is no limit."""
+    if bytes_ is None:
+        return
+    if isinstance(bytes_, bool) or not isinstance(bytes_, int | float):
+        raise UnsupportedOptionError(
+            f"memory_limit_bytes={bytes_!r} is not a number", fix="give the bytes per rank, as 16e9"
+        )
+    if not 0 < bytes_ < float("inf"):
+        raise MemoryLimitError(f"no plan fits {bytes_} bytes per rank", fix="give the bytes per rank")
 
 
 @dataclass(frozen=True, slots=True)

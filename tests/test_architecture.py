@@ -49,6 +49,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     | VIRTUAL
     | PLAN_PARTS
     | {
+        "folding",
         "report",
         "capture",
         "sharding",
@@ -71,7 +72,17 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "optim": FOUNDATION | {"sharding"},  # layouts alone
     "hugging_face": set(),
     "model_source": {"source", "hugging_face"},
-    "arguments": {"capture", "sharding.discovery", "mesh", "plan", "passes", "planner", "cost_models", "schedules"},
+    "arguments": {
+        "plan_questions",
+        "capture",
+        "sharding.discovery",
+        "mesh",
+        "plan",
+        "passes",
+        "planner",
+        "cost_models",
+        "schedules",
+    },
     "auto_stages": {"mesh", "plan", "planner", "runtime"},
     "verification": FOUNDATION | {"capture", "sharding", "plan", "report", "runtime"},
     "compiler": FOUNDATION

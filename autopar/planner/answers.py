@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 
 from torch.distributed.tensor import Shard
 
+from autopar.folding import name_matches
 from autopar.plan import Plan
 from autopar.plan_questions import Alternative, Explanation
 from autopar.planner.decisions import Decision
@@ -31,7 +31,7 @@ def answers(plan: Plan, found: Explanation, decision: Decision, planner: Planner
 def _pins(decision: Decision, planner: Planner) -> str:
     pins = [
         item for item in planner.options.constraints
-        if fnmatch.fnmatchcase(decision.key, item.pattern) or fnmatch.fnmatchcase(decision.name, item.pattern)
+        if name_matches(decision.key, item.pattern) or name_matches(decision.name, item.pattern)
     ]  # fmt: skip
     return "pinned by you: " + ", ".join(f"{item.pattern} = {item.layout}" for item in pins) if pins else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError, PlanFormatError
+from autopar.folding import name_matches
 from autopar.passes.packings import PACKED
 from autopar.planner.build import PlanningProblem
 from autopar.planner.decisions import Decision
@@ -188,12 +188,13 @@ def _matching(planning: PlanningProblem, pattern: str) -> list[int]:
         index
         for index, decision in enumerate(planning.decisions)
         if decision.kind in ("parameter", "input", "op")
-        and (fnmatch.fnmatchcase(decision.key, pattern) or fnmatch.fnmatchcase(decision.name, pattern))
+        and (name_matches(decision.key, pattern) or name_matches(decision.name, pattern))
     ]
     if not found:
         raise ConstraintError(
             f"the constraint {pattern!r} matches no parameter, input or op",
-            fix="use the names of model.named_parameters(), `input:0`, or `module/op#0` as the plan prints them",
+            fix="use the names of model.named_parameters() (the first, of a tied weight), `input:0`, or `module/op#0` "
+            "as the plan prints them",
         )
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from enum import Enum, auto
 
 from autopar.capture.program import InputKind, OutputKind, Program
 from autopar.errors import ConstraintError, InputError, MemoryLimitError, PlanError, ScheduleError
+from autopar.folding import name_matches
 from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
 from autopar.planner.cut_answers import CutAnswers
@@ -145,7 +145,7 @@ def _names(program: Program) -> set[str]:
 
 
 def _matches(constraint: Constraint, names: set[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, constraint.pattern) for name in names)
+    return any(name_matches(name, constraint.pattern) for name in names)
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any
 
 from autopar.capture.program import Program
 from autopar.errors import PlanError
+from autopar.folding import name_matches
 from autopar.mesh import Mesh, as_mesh
 from autopar.plan import Plan
 from autopar.plan_entries import PlanEntry
@@ -85,7 +85,7 @@ class Session:
             _forced_entry(decision)
             for decision in self.planner.planning.decisions
             if decision.kind in ("parameter", "input") and decision.key not in entries
-            and fnmatch.fnmatchcase(decision.key, pattern)
+            and name_matches(decision.key, pattern)
         ]  # fmt: skip
         entries |= {entry.key: entry for entry in forced}
         names = names | {entry.key: [entry.key] for entry in forced}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,22 @@ def explanations_text(plan: Plan, pattern: str, found: tuple[Explanation, ...], 
     """`stages`, as `stages_text` gives them; one paragraph per folded entry that matches; of a pipeline, stage by
     stage."""
     if not found and not stages:
-        return f"nothing in the plan matches {pattern!r}"
+        return f"nothing in the plan matches {pattern!r}{_near(plan, pattern)}"
     lines = list(stages)
     for stage, items in groupby(found, key=lambda item: item.stage):
         own = plan if stage is None else plan.stages[stage].plan
         lines += [] if stage is None else [f"stage {stage}, one microbatch:"]
         lines += [line for item in items for line in _paragraph(own, item)]
     return "\n".join([*lines, *_missing(found)])
+
+
+def _near(plan: Plan, pattern: str) -> str:
+    """Names that are like it, and what else may be meant."""
+    entries = [*plan.entries, *(entry for stage in plan.stages for entry in stage.plan.entries)]
+    names = dict.fromkeys(name for entry in entries for name in (entry.key, entry.module) if name)
+    near = get_close_matches(pattern, names, n=3)
+    told = f"; near it: {', '.join(near)}" if near else ""
+    return f"{told}; a weight of two names (tied) has the first of model.named_parameters(), buffers are not planned"
 
 
 def stages_text(plan: Plan, pattern: str) -> list[str]:

@@ -34,7 +34,12 @@ def plot_plan(plan: Plan, kind: str, path: str | os.PathLike[str] | None = None)
     figure = PICTURES[kind](plan)
     if path is None:
         return figure
-    figure.savefig(os.fspath(path), dpi=150)
+    try:
+        figure.savefig(os.fspath(path), dpi=150)
+    except ValueError as error:  # the file's name asks for a format that there is not
+        raise PlanError(
+            f"the picture cannot be written: {error}", where=str(path), fix="name it .png or .svg"
+        ) from error
     return None
 
 

@@ -181,3 +181,19 @@ def test_a_reader_that_closes_early_is_no_error() -> None:
         talker.stdout.close()
         assert talker.stderr.read() == ""
     assert talker.returncode == cli.OK
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "schedule",
+        "--name",
+        "1f1b",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+        "--trace",
+        str(tmp_path / "no/t.json"),
+    ]
+    assert cli.main(words) == cli.BAD_USAGE
+    assert "t.json" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import PlanFormatError
-from autopar.folding import expand_key, fold_in_order, fold_keys, ranges_text
+from autopar.folding import expand_key, fold_in_order, fold_keys, name_matches, ranges_text
 
 
 def test_keys_that_differ_in_one_number_and_agree_in_their_decision_fold() -> None:
@@ -47,3 +47,29 @@ def test_texts_in_order_keep_the_order_within_each_group_even_where_groups_contr
     assert sorted(expanded) == sorted(keys)
     for group in set(groups.values()):
         assert [key for key in expanded if groups[key] == group] == [key for key in keys if groups[key] == group]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "meant"),
+    [
+        ("h.10.attn/mm#0", "h.[0-11].attn/mm#0", True),  # as plans print it
+        ("h.12.attn/mm#0", "h.[0-11].attn/mm#0", False),
+        ("h.7.attn/mm#0", "h.[0-2,7].*", True),
+        ("h.1.attn", "h.[0-9].*", True),  # a shell's own
+        ("blk x.a[0].weight", "blk x.a[0].weight", True),  # a name means itself
+        ("blk-2 x.a[0].weight", "blk-[0-2] x.a[0].weight", True),
+        ("b*c", "b?c", True),
+        ("a", "", False),
+        ("a.1", "a.[3-1]", False),
+    ],
+)
+def test_a_pattern_means_what_it_names_what_a_shell_matches_and_what_it_folds(
+    name: str, pattern: str, meant: object
+) -> None:
+    assert name_matches(name, pattern) is meant
+
+
+@pytest.mark.parametrize("keys", [["a[0].weight"], ["h.0.a[0]", "h.1.a[0]", "h.2.a[1]"], ["x[[]1]", "[]", "y[1,2].3"]])
+def test_brackets_of_a_name_are_no_ranges(keys: list[str]) -> None:
+    folded = fold_keys(dict.fromkeys(keys, ""))
+    assert {text: sorted(expand_key(text)) for text in folded} == {text: sorted(own) for text, own in folded.items()}

@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import cli
-from autopar.errors import ConstraintError, MemoryLimitError, PlanError
+from autopar.errors import ConstraintError, MemoryLimitError, PlanError, UnsupportedOptionError
 from autopar.search import solve
 from autopar.sharding.layout import format_layout
 
@@ -197,3 +197,46 @@ def test_memory_over_time_adds_up_to_the_peak_and_names_who_is_alive() -> None:
         assert timeline.bytes_by_kind[kind][at] == bytes_
         assert sum(tensor.bytes for tensor in timeline.alive if tensor.kind == kind) == bytes_
     assert any("test_what_if.py" in tensor.where for tensor in timeline.alive)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [(0, MemoryLimitError), (-3, MemoryLimitError), ("4GB", UnsupportedOptionError)]
+)
+def test_a_memory_limit_that_is_none_is_told(limit: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="bytes"):
+        plan().what_if(memory_limit_bytes=limit)
+
+
+def test_a_plan_is_compared_with_a_plan_alone() -> None:
+    with pytest.raises(PlanError, match="with a NoneType"):
+        plan().diff(None)  # type: ignore[arg-type]
+
+
+class Odd(nn.Module):
+    """Names with brackets and spaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({f"blk-{number} x": nn.ModuleDict({"a[0]": nn.Linear(8, 8)}) for number in range(3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part["a[0]"](x)
+        return x.sum()
+
+
+def test_names_of_odd_characters_are_asked_pinned_and_saved(tmp_path: Path) -> None:
+    made = autopar.make_plan(Odd(), MESH, example_inputs=torch.ones(8, 8))
+    name = "parts.blk-1 x.a[0].weight"
+    assert made.matching(name) and len(made.matching("parts.blk-1 x.a[0]")) > 1
+    assert made.what_if(pin={name: "S0,R"}).matching(name)[0].outputs != made.matching(name)[0].outputs
+    made.save(tmp_path / "odd.json")
+    loaded = autopar.Plan.load(tmp_path / "odd.json")
+    assert loaded.matching(name)[0].outputs == made.matching(name)[0].outputs and loaded.hash == made.hash
+    assert "near it: " in made.explain("parts.blk-1 x.a[0].wight")
+    assert len(plan().matching("layers.[0-2].0.weight")) == 3
+
+
+def test_a_picture_of_no_format_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="picture"):
+        plan().plot("memory", tmp_path / "memory.odd")
