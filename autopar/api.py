@@ -98,7 +98,6 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     it: sums over ranks are in it too). `compress`: `bf16`, `fp8` or `int8`, in which the backward's values may be held
     where memory is short. `stages="auto"`: divide the mesh's first axis. `batch_semantics="accumulated"`: each
     microbatch is a batch by itself, as in gradient accumulation. `constraints`: `{"*.wte.weight": "R,S0"}`.
-
     Raises an `AutoparError` (what, where, what to do) on every rank; the model is left as it was.
     One process is a mesh too (under torchrun, the group is there already):
 
@@ -115,10 +114,8 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     def read() -> _Given:
         refuse_unsupported(backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-        inputs = None if example_inputs is None else call_arguments(example_inputs)
-        followed = load_plan(plan)
-        request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request, optimizer)
+        request = make_request(stages, schedule, microbatches, batch_semantics)
+        return _read(model, mesh, hardware, options, plan, example_inputs, request, optimizer)
 
     return _compiled(mesh, _agreed(mesh, read))
 
@@ -141,7 +138,7 @@ def _compiled(mesh: DeviceMesh, agreed: _Agreed) -> ParallelModule:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a caller on a live mesh gave, read and checked."""
+    """What a caller gave, read and checked."""
 
     model: nn.Module
     mesh: Mesh
@@ -155,6 +152,23 @@ class _Given:
     def axis(self) -> int | None:
         """The mesh axis of the pipeline, if there is to be one."""
         return wants_pipeline(self.mesh, self.request, self.plan)
+
+
+def _read(
+    model: Model,
+    mesh: AnyMesh,
+    hardware: Hardware | None,
+    options: Options,
+    plan: GivenPlan | None,
+    example_inputs: Inputs | None,
+    request: PipelineRequest,
+    optimizer: OptimizerFactory | None = None,
+) -> _Given:
+    """What a caller gave, checked; what is not asked of a pipeline is asked for by a plan that is followed."""
+    followed = load_plan(plan)
+    inputs = None if example_inputs is None else call_arguments(example_inputs)
+    request = followed_request(request, followed)
+    return _Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request, optimizer)
 
 
 @dataclass(frozen=True)
@@ -219,20 +233,26 @@ def make_plan(
             batch_semantics=batch_semantics, constraints=constraints,
         )  # fmt: skip
         return plan_of_fastest(views, lambda view: best_plan(view, again))
-    given = load_plan(plan)
-    request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), given)
-    module, (args, kwargs) = as_module(model), call_arguments(example_inputs)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-    captured = partial(capture, module, device=views[0].device_type, precision=options.precision)
-    program = captured(*part_to_capture(request, args, kwargs))
+    request = make_request(stages, schedule, microbatches, batch_semantics)
+    given = _read(model, views[0], None, options, plan, example_inputs, request)
+    return plan_of_fastest(views, _planner(given))
+
+
+def _planner(given: _Given) -> Callable[[Mesh], Plan]:
+    """From a view of the mesh to the plan on it; the model is captured once."""
+    assert given.inputs is not None
+    (args, kwargs), options = given.inputs, given.options
+    captured = partial(capture, given.model, device=given.mesh.device_type, precision=options.precision)
+    program = captured(*part_to_capture(given.request, args, kwargs))
 
     def plan_on(view: Mesh) -> Plan:
-        if wants_pipeline(view, request, given) is not None:
-            return with_stage_questions(pipeline_or_follow(program, view, options, request, plan=given))
-        planned = plan_or_follow(program, view, options, given)
+        if wants_pipeline(view, given.request, given.plan) is not None:
+            return with_stage_questions(pipeline_or_follow(program, view, options, given.request, plan=given.plan))
+        planned = plan_or_follow(program, view, options, given.plan)
         return with_questions(planned, lambda size: captured(*with_batch(args, kwargs, size)))
 
-    return plan_of_fastest(views, plan_on)
+    return plan_on
 
 
 @choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
@@ -266,10 +286,8 @@ def run_virtual(
     """
     refuse_unsupported(backend=backend)
     options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-    followed = load_plan(plan)
-    request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
-    inputs = call_arguments(example_inputs)
-    return _run_virtual(_Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request))[0]
+    request = make_request(stages, schedule, microbatches, batch_semantics)
+    return _run_virtual(_read(model, mesh, hardware, options, plan, example_inputs, request))[0]
 
 
 @choosing_stages(lambda *args, **keywords: make_plan(*args, **keywords))
@@ -309,9 +327,8 @@ def verify(
     def read() -> _Given:
         refuse_unsupported(backend=backend)
         options = make_options(search, memory_limit_bytes, optimizer, constraints, precision, compress)
-        inputs, followed = call_arguments(example_inputs), load_plan(plan)
-        request = followed_request(make_request(stages, schedule, microbatches, batch_semantics), followed)
-        return _Given(as_module(model), as_mesh(mesh, hardware), options, followed, inputs, request)
+        request = make_request(stages, schedule, microbatches, batch_semantics)
+        return _read(model, mesh, hardware, options, plan, example_inputs, request)
 
     if isinstance(mesh, DeviceMesh):
         return _verify_live(mesh, read, example_inputs, tolerance)

@@ -84,17 +84,15 @@ def finished(
         notes=staged.program.notes,
         without_rule=tuple(dict.fromkeys(op for item in planned for op in item.plan.without_rule)),
         stages=_stage_plans(staged, schedule, planned, costs, held),
-        pipeline=Pipeline(
-            axis,
-            request.schedule or schedule.name,
-            schedule.microbatches,
-            schedule.virtual_stages,
-            bubble_fraction(simulation),
-            request.semantics,
-        ),
+        pipeline=_pipeline(axis, schedule, simulation, request),
         details=PlanDetails(chart=_chart(simulation)),
     )
     return PlannedPipeline(plan, staged, schedule, planned, rules, axis, most)
+
+
+def _pipeline(axis: int, schedule: Schedule, simulation: Simulation, request: PipelineRequest) -> Pipeline:
+    name, bubble = request.schedule or schedule.name, bubble_fraction(simulation)
+    return Pipeline(axis, name, schedule.microbatches, schedule.virtual_stages, bubble, request.semantics)
 
 
 def _host_bytes(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.program import InputKind, OutputKind, Program
+from autopar.capture.program import InputKind, OutputKind, Program, results_of
 from autopar.errors import MicrobatchError
 from autopar.fake_calls import FakeCalls
 from autopar.passes.copy_graph import copy_graph
@@ -35,27 +35,20 @@ def accumulated_microbatches(program: Program, count: int) -> Microbatches:
 
 def _share_of_mean(program: Program, count: int) -> Program:
     """The program with its loss, and what arrives at it, divided by `count`: the sums over microbatches are means."""
-    losses = [
-        node
-        for output, node in zip(program.outputs, program.results, strict=True)
-        if output.kind is OutputKind.LOSS
-    ]  # fmt: skip
-    if count == 1 or not losses:
+    places = [place for place, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS]
+    if count == 1 or not places:
         return program
     gm = copy_graph(program.graph_module)
-    calls, output = FakeCalls(fake_mode_of(gm)), gm.graph.output_node()
+    calls, results = FakeCalls(fake_mode_of(gm)), list(results_of(gm.graph))
     nodes = {node.name: node for node in gm.graph.nodes}
-    loss = nodes[losses[0].name]
-    position = next(index for index, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS)
+    loss = nodes[program.results[places[0]].name]
     with gm.graph.inserting_after(loss):
-        mean = _divided(gm.graph, loss, count, calls, loss.meta)
-    results = list(output.args[0])  # type: ignore[arg-type]
-    results[position] = mean
-    output.args = (tuple(results),)
+        results[places[0]] = _divided(gm.graph, loss, count, calls, loss.meta)
+    gm.graph.output_node().args = (tuple(results),)
     for item in program.inputs:
         tangent = nodes[item.node]
         if item.kind is InputKind.TANGENT and tangent.users:
-            reader = next(iter(tangent.users))
+            reader = min(tangent.users)  # the first in the graph
             with gm.graph.inserting_before(reader):
                 share = _divided(gm.graph, tangent, count, calls, reader.meta)
             tangent.replace_all_uses_with(share, delete_user_cb=lambda user, own=share: user is not own)
