@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,11 +17,12 @@ from autopar import optim
 from autopar.api import make_plan, verify
 from autopar.arguments import PRECISIONS
 from autopar.auto_stages import AUTO
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, UsageError
 from autopar.hugging_face import PREFIX
 from autopar.mesh import Mesh
 from autopar.model_source import ModelSource, load_model, parse_mesh_shape
 from autopar.passes.packings import LOSSY
+from autopar.plan_questions import check_memory_limit
 from autopar.report.memory import memory_text
 
 MODEL_HELP = "package.module:factory, which returns (model, example_inputs); or hf:CONFIG[:BATCHxSEQUENCE]"
@@ -59,7 +61,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search", default="ilp", help="ilp, ddp, zero1, zero2, fsdp, megatron, or another strategy (default ilp)"
     )
-    parser.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
+    parser.add_argument("--memory-limit", type=parse_memory_limit, metavar="BYTES", help="per rank, as 40e9")
     add_training(parser)
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
     parser.add_argument(
@@ -71,7 +73,23 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, help="parts in which the batch goes through the stages")
 
 
+def parse_memory_limit(text: str) -> int:
+    """The bytes of a rank as they are written in a shell.
+
+    >>> parse_memory_limit("40e9")
+    40000000000
+    """
+    try:
+        bytes_ = float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number of bytes", fix="write bytes per rank, as 40e9") from None
+    check_memory_limit(bytes_)
+    return math.ceil(bytes_)
+
+
 def _stages(text: str) -> int | str:
+    if text != AUTO and not text.isdecimal():
+        raise UsageError(f"--stages {text!r} is neither a number nor {AUTO}", fix=f"write --stages 4, or {AUTO}")
     return text if text == AUTO else int(text)
 
 
@@ -106,7 +124,7 @@ def working(what: str) -> Iterator[None]:
 def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "search": chosen.search,
-        "memory_limit_bytes": None if chosen.memory_limit is None else int(chosen.memory_limit),
+        "memory_limit_bytes": chosen.memory_limit,
         "optimizer": optimizer_named(chosen.optimizer, sharded=chosen.shard_state),
         "precision": chosen.precision,
         "compress": chosen.compress,

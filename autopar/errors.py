@@ -91,6 +91,10 @@ class ModelSourceError(AutoparError):
     """`package.module:factory` names no function that makes a model."""
 
 
+class FileWriteError(AutoparError, OSError):
+    """A file cannot be written where it was asked for."""
+
+
 class UsageError(AutoparError):
     """A command of the shell was written wrongly."""
 

@@ -19,6 +19,7 @@ from autopar.plan_entries import SCHEMA, WHOLE, OpWithoutRule, Pipeline, PlanEnt
 from autopar.plan_questions import Change, Cutting, Explanation, Planning, check_memory_limit
 from autopar.search import Problem, memory_frontier, undominated
 from autopar.version import __version__
+from autopar.written_files import written_file
 
 __all__ = ["SCHEMA", "OpWithoutRule", "Plan", "PlanEntry", "StagePlan"]
 _REWRITE = "give a file that plan.save wrote, or compare with one"
@@ -281,8 +282,10 @@ class Plan:
         return plan_text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON made for people: names, not node numbers; repeated layers in one line; what is measured last."""
-        Path(path).write_text(plan_json_text(self.to_json()), encoding="utf-8")
+        """Write JSON made for people: names, not node numbers; repeated layers in one line; what is measured last.
+        Raises FileWriteError."""
+        with written_file(path) as file:
+            file.write_text(plan_json_text(self.to_json()), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -299,7 +302,9 @@ class Plan:
 
     def export_problem(self, path: str | os.PathLike[str]) -> None:
         """Write the search problem that this plan answers, in the contest's JSON (`.gz` compresses)."""
-        self._searched().save(path)
+        problem = self._searched()
+        with written_file(path):
+            problem.save(path)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain dicts and lists."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from autopar.api import make_plan
-from autopar.commands import MODEL_HELP, add_meta, add_training, load_chosen, optimizer_named, pins_of, working
+from autopar.commands import (
+    MODEL_HELP,
+    add_meta,
+    add_training,
+    load_chosen,
+    optimizer_named,
+    parse_memory_limit,
+    pins_of,
+    working,
+)
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.model_source import parse_mesh_shape
@@ -18,6 +26,7 @@ from autopar.report.explain import explanations_text, stages_text
 from autopar.report.measured import measured_text
 from autopar.report.memory import memory_text
 from autopar.report.page import report_page
+from autopar.written_files import written_file
 
 
 def add_commands(subparsers: Any) -> None:
@@ -31,7 +40,7 @@ def add_commands(subparsers: Any) -> None:
     what_if.add_argument("plan")
     _add_model(what_if, required=True)
     what_if.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as '*.wte.weight=R,S0'")
-    what_if.add_argument("--memory-limit", type=float, metavar="BYTES", help="per rank, as 40e9")
+    what_if.add_argument("--memory-limit", type=parse_memory_limit, metavar="BYTES", help="per rank, as 40e9")
     what_if.add_argument("--on", metavar="HARDWARE", help="another hardware profile, or a JSON file")
     what_if.add_argument("--mesh", type=parse_mesh_shape, help="another mesh, as 2x4")
     what_if.add_argument("--batch", type=int, help="another global batch")
@@ -113,14 +122,14 @@ def run_explain(chosen: argparse.Namespace) -> int:
 
 def run_what_if(chosen: argparse.Namespace) -> int:
     """Print the new plan, and how it differs."""
-    if not (chosen.pin or chosen.memory_limit or chosen.on or chosen.mesh or chosen.batch):
+    changes = (chosen.pin or None, chosen.memory_limit, chosen.on, chosen.mesh, chosen.batch)
+    if all(change is None for change in changes):
         raise PlanError("nothing is changed", fix="give --pin, --memory-limit, --on, --mesh or --batch")
     plan = _loaded(chosen)
-    limit = None if chosen.memory_limit is None else int(chosen.memory_limit)
     pins = pins_of(chosen.pin)
     with working("planning again"):
         changed = plan.what_if(
-            pin=pins, memory_limit_bytes=limit, hardware=chosen.on, mesh=chosen.mesh, batch=chosen.batch
+            pin=pins, memory_limit_bytes=chosen.memory_limit, hardware=chosen.on, mesh=chosen.mesh, batch=chosen.batch
         )
         if chosen.output:
             changed.emitted().save(chosen.output)
@@ -145,10 +154,8 @@ def run_report(chosen: argparse.Namespace) -> int:
         _ = plan.frontier
     recording = Recording.load(chosen.recording) if chosen.recording else None
     page = report_page(plan, recording)
-    try:
-        Path(chosen.output).write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise PlanError(f"the page cannot be written: {error}", where=chosen.output) from error
+    with written_file(chosen.output) as file:
+        file.write_text(page, encoding="utf-8", errors="backslashreplace")
     measured = measured_text(plan, recording) if recording else ""
     if chosen.json:
         print(json.dumps({"output": chosen.output, "bytes": len(page), "measured": measured}))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import RecordingError
+from autopar.written_files import written_file
 
 FORMAT = "autopar recording"
 COMPUTE, WAIT, COLLECTIVE = "compute", "wait", "collective"
@@ -32,8 +33,7 @@ class Span:
 
     `kind`: of an op, `compute`, `wait` (for a collective) or `collective` (from its issue to the end of its wait); of a
     pipeline's stage, what its action does: a send until it is under way, a recv while its reader waits for it. `phase`:
-    `forward` or `backward`. `held_bytes`: the most that its rank held
-    on its device meanwhile; -1 where that was not measured.
+    `forward` or `backward`. `held_bytes`: the most that its rank held on its device meanwhile; -1: not measured.
     """
 
     name: str
@@ -143,12 +143,14 @@ class Recording:
 
     def save_trace(self, path: str | os.PathLike[str], *, predicted: Iterable[Span] = ()) -> None:
         """Write `chrome_trace` to a file that chrome://tracing and ui.perfetto.dev open."""
-        Path(path).write_text(json.dumps(self.chrome_trace(predicted=predicted)), encoding="utf-8")
+        with written_file(path) as file:
+            file.write_text(json.dumps(self.chrome_trace(predicted=predicted)), encoding="utf-8")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON: `Recording.load` reads it, and `autopar report --recording` sets it beside the plan."""
         data = {"format": FORMAT, **asdict(self), "spans": [list(asdict(span).values()) for span in self.spans]}
-        Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        with written_file(path) as file:
+            file.write_text(json.dumps(data) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:

@@ -12,7 +12,7 @@ from tests.source_tree import ROOT, imports, modules
 # Who may import whom, by room; a file of a folder is a room of its own where it stands lower or higher than the rest.
 # `errors` and `version` are for everyone, and a room may always import itself.
 FOR_EVERYONE = {"errors", "version"}
-FOUNDATION = {"source", "torch_compat", "fake_calls", "collector", "ops"}
+FOUNDATION = {"source", "torch_compat", "fake_calls", "collector", "ops", "written_files"}
 PLAN_PARTS = {"plan_details", "plan_entries", "plan_questions"}
 VIRTUAL = {"runtime.virtual_groups", "runtime.lockstep"}  # ranks in one process: no graph, no plan
 ROOMS_BELOW: dict[str, set[str]] = {
@@ -20,7 +20,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "collector": set(),
     "version": set(),
     "cost_models": set(),  # numbers: bytes, ranks, links
-    "plots": set(),
+    "written_files": set(),
+    "plots": {"written_files"},
     "schedules": {"cost_models", "plots", "collector"},  # action lists: numbers
     "search": {"plots", "collector"},  # problems
     "search.stages": {"search", "schedules", "cost_models"},  # cuts and schedules together
@@ -34,10 +35,10 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "capture": FOUNDATION | {"sharding"},  # op calls alone
     "report": PLAN_PARTS | {"recording", "folding", "sharding", "mesh", "cost_models", "plots", "schedules"},
     "plan_details": set(),
-    "recording": set(),
+    "recording": {"written_files"},
     "plan_entries": {"folding", "sharding", "plan_details"},
     "plan_questions": {"plan_entries"},
-    "plan": PLAN_PARTS | {"folding", "mesh", "report", "search", "cost_models", "schedules"},
+    "plan": PLAN_PARTS | {"folding", "mesh", "report", "search", "cost_models", "schedules", "written_files"},
     "stages": FOUNDATION | {"capture", "sharding", "passes"},  # a program cut along time and depth: never prices
     "passes": FOUNDATION | {"capture", "sharding", "plan", "mesh"},  # graphs and plans: never costs or the solver
     "runtime.virtual_groups": set(),

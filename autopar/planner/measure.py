@@ -91,7 +91,7 @@ def plan_entries(
                 module=decision.module,
                 where=decision.where,
                 seconds=float(decision.seconds[pick]),
-                bytes=_output_bytes(decision, strategy, planning.mesh_shape),
+                bytes=output_bytes(decision, strategy, planning.mesh_shape),
                 moves=moves[index] + extra.get(index, ()),
                 residency=residency.of(index) or ("keep" if index in kept else ""),
             )
@@ -99,7 +99,8 @@ def plan_entries(
     return tuple(entries)
 
 
-def _output_bytes(decision: Decision, strategy: Strategy, mesh_shape: Sequence[int]) -> int:
+def output_bytes(decision: Decision, strategy: Strategy, mesh_shape: Sequence[int]) -> int:
+    """Of what a decision gives under a strategy, on the largest rank."""
     pairs = zip(decision.specs, strategy.outputs, strict=True)
     return sum(local_bytes(spec, layout, mesh_shape) for spec, layout in pairs if spec is not None)
 
@@ -218,7 +219,7 @@ def measured_program(planning: PlanningProblem, choice: Sequence[int], residency
     state = 0
     for index, (decision, pick) in enumerate(zip(planning.decisions, choice, strict=True)):
         if decision.kind == "parameter" and index not in residency.hosted:
-            held = _output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
+            held = output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
             state += int(decision.bytes[pick]) - held
     end = timeline.totals[-1] if timeline.totals else 0
     state += max(
@@ -246,7 +247,7 @@ def hosted_state(planning: PlanningProblem, choice: Sequence[int], residency: Re
     total = 0
     for index in residency.hosted:
         decision, pick = planning.decisions[index], choice[index]
-        held = _output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
+        held = output_bytes(decision, decision.strategies[pick], planning.mesh_shape)
         total += int(decision.bytes[pick]) - held
         total += 0 if decision.host_bytes is None else int(decision.host_bytes[pick])
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from autopar.planner.constraints import Constraint, as_constraints, pinned_decis
 from autopar.planner.decisions import Decision
 from autopar.planner.formulas import Formulas
 from autopar.planner.make import Planned, Planner, without_limit
+from autopar.planner.measure import output_bytes
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.residency import Residency
 from autopar.search import FORBIDDEN, Problem, evaluate, peak_usage
@@ -82,7 +83,7 @@ class Session:
         """One for each folded name, then for each parameter and input that can lie in one way only."""
         entries = {entry.key: entry for entry in plan.entries}
         forced = [
-            _forced_entry(decision)
+            _forced_entry(decision, self.planner.mesh.shape)
             for decision in self.planner.planning.decisions
             if decision.kind in ("parameter", "input") and decision.key not in entries
             and name_matches(decision.key, pattern)
@@ -168,11 +169,11 @@ class Session:
         return with_questions(planner.run(), self.recapture)
 
 
-def _forced_entry(decision: Decision) -> PlanEntry:
+def _forced_entry(decision: Decision, mesh_shape: Sequence[int]) -> PlanEntry:
     """Of a decision with one strategy, which a plan does not list."""
-    held = int(decision.bytes[0]) if decision.kind != "parameter" else 0
-    outputs, seconds = decision.strategies[0].outputs, float(decision.seconds[0])
-    return PlanEntry(decision.key, decision.kind, (), outputs, decision.module, decision.where, seconds, held)
+    strategy, seconds = decision.strategies[0], float(decision.seconds[0])
+    held, module, where = output_bytes(decision, strategy, mesh_shape), decision.module, decision.where
+    return PlanEntry(decision.key, decision.kind, (), strategy.outputs, module, where, seconds, held)
 
 
 def _batch(size: Any) -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.plots import new_figure
+from autopar.plots import new_figure, save_figure
 from autopar.report.figures import bytes_text, seconds_text
 
 Points = Sequence[tuple[int, float]]
@@ -27,7 +27,7 @@ def save_frontier(points: Points, path: str | os.PathLike[str]) -> None:
     """The same as a picture, PNG or SVG by the name of the file; needs matplotlib."""
     figure = new_figure(6.4, 4)
     draw_frontier(figure.add_subplot(), points)
-    figure.savefig(os.fspath(path), dpi=120)
+    save_figure(figure, path)
 
 
 def draw_frontier(axes: Any, points: Points) -> None:

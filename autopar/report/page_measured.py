@@ -39,7 +39,7 @@ def _lines(name: str, first: str, lines: Sequence[Line], *, search: str) -> str:
         predicted, measured, ratio = line.texts
         label = line.name + (f" ×{line.copies}" if line.copies > 1 else "")
         rows.append((label, (line.predicted or 0.0, predicted), (line.measured, measured), (line.ratio or 0.0, ratio)))
-    return data_table(name, (first or "", "predicted", "measured", "measured / predicted"), rows, search=search)
+    return data_table(name, (first, "predicted", "measured", "measured / predicted"), rows, search=search)
 
 
 def gantt_parts(plan: Plan, recording: Recording | None) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanError
-from autopar.plots import new_figure
+from autopar.plots import new_figure, save_figure
 from autopar.report.figures import bytes_text
 from autopar.report.frontier import draw_frontier
 from autopar.report.gantt import draw_gantt, planned_bars
@@ -34,12 +34,7 @@ def plot_plan(plan: Plan, kind: str, path: str | os.PathLike[str] | None = None)
     figure = PICTURES[kind](plan)
     if path is None:
         return figure
-    try:
-        figure.savefig(os.fspath(path), dpi=150)
-    except ValueError as error:  # the file's name asks for a format that there is not
-        raise PlanError(
-            f"the picture cannot be written: {error}", where=str(path), fix="name it .png or .svg"
-        ) from error
+    save_figure(figure, path, dpi=150)
     return None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autopar.cost_models.simulator import Simulation
-from autopar.plots import new_figure
+from autopar.plots import new_figure, save_figure
 from autopar.schedules.actions import Schedule
 from autopar.schedules.memory import StageMemory, in_flight, peaks
 from autopar.schedules.timing import bubble_fraction, longest_rank_seconds
@@ -84,4 +84,4 @@ def save_picture(schedule: Schedule, simulation: Simulation, path: str | Path) -
     used = {op.name.partition(" ")[0] for op in simulation.ops if op.kind == "compute"}
     handles = [axes.barh(0, 0, color=color, label=kind) for kind, color in _COLORS.items() if kind in used]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path)
+    save_figure(figure, path)

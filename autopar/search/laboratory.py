@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 
 from autopar.errors import AutoparError
-from autopar.plots import new_figure
+from autopar.plots import new_figure, save_figure
 from autopar.search.problem import Problem
 from autopar.search.progress import number, percent
 from autopar.search.registry import Strategy, solve
@@ -146,4 +146,4 @@ def save_plot(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         axes.set(title=name, xlabel="seconds", ylabel="cost of the incumbent", xscale="log", yscale="log")
         if axes.has_data():
             axes.legend(fontsize="small")
-    figure.savefig(os.fspath(path), dpi=120)
+    save_figure(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autopar.errors import (
     CaptureError,
     ConstraintError,
     DataDependentError,
+    FileWriteError,
     HardwareProfileError,
     MemoryLimitError,
     MeshError,
@@ -275,3 +277,21 @@ def test_a_plan_of_another_batch_is_followed_at_prices_of_its_own() -> None:
 def test_a_plan_that_breaks_a_constraint_is_refused() -> None:
     error = error_of(lambda: plan(plan=plan(search="ddp"), constraints={"weight": "S0"}))
     assert type(error) is ConstraintError
+
+
+def test_what_cannot_be_written_is_told_with_the_place(tmp_path: Path) -> None:
+    made, run = plan(), autopar.Recording("", (1,), "cpu")
+    missing = str(tmp_path / "no_such_folder" / "out")
+    writers: dict[str, Callable[[str], object]] = {
+        ".json": made.save,
+        ".svg": lambda path: made.plot("memory", path),
+        ".png": made.save_frontier,
+        ".gz": made.export_problem,
+        ".run": run.save,
+        ".trace": run.save_trace,
+    }
+    for ending, write in writers.items():
+        error = error_of(lambda write=write, ending=ending: write(missing + ending))
+        assert type(error) is FileWriteError and "No such file" in error.what and error.where == missing + ending
+    error = error_of(lambda: made.plot("memory", tmp_path / "picture.no_such_format"))
+    assert type(error) is FileWriteError and ".png" in error.fix

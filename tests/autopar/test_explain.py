@@ -155,6 +155,7 @@ def test_layouts_that_cannot_be_are_told_with_the_reason() -> None:
     (bias,) = make_plan(Perceptron(), (4,), example_inputs=torch.ones(512, 256)).explanations("head.bias")
     assert [(item.layout, item.why) for item in bias.ruled_out] == [("S0", "dim 0 of 3 leaves some of 4 ranks nothing")]
     assert any(answer.startswith("why not sharded: dim 0 of 3") for answer in bias.answers)
+    assert bias.entry.bytes == 3 * 4  # a plan lists it not, as there is nothing to decide
 
 
 def test_memory_that_binds_is_named_with_the_moment_and_recomputation_is_answered() -> None:

@@ -240,3 +240,22 @@ def test_names_of_odd_characters_are_asked_pinned_and_saved(tmp_path: Path) -> N
 def test_a_picture_of_no_format_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="picture"):
         plan().plot("memory", tmp_path / "memory.odd")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["what-if", "plan.json", "--model", "m:f", "--memory-limit", "0"], "no plan fits 0.0 bytes"),
+        (["what-if", "plan.json", "--model", "m:f", "--memory-limit", "inf"], "no plan fits inf bytes"),
+        (["what-if", "plan.json", "--model", "m:f", "--memory-limit", "few"], "'few' is not a number of bytes"),
+        (["what-if", "plan.json", "--model", "m:f"], "nothing is changed"),
+        (["plan", "m:f", "--mesh", "2", "--memory-limit", "nan"], "no plan fits nan bytes"),
+        (["plan", "m:f", "--mesh", "2", "--stages", "x"], "--stages 'x' is neither a number nor auto"),
+        (["plan", "m:f", "--mesh", "2", "--stages", "-1"], "--stages '-1' is neither a number nor auto"),
+    ],
+)
+def test_a_number_in_a_shell_is_refused_by_what_it_says(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert cli.main(words) == cli.BAD_USAGE
+    assert said in capsys.readouterr().err
