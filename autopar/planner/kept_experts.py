@@ -35,14 +35,15 @@ def kept_pairs(decisions: Sequence[Decision], choice: Sequence[int]) -> Iterator
 
 
 def kept_bytes(decision: Decision, pick: int, mesh_shape: Sequence[int]) -> int:
-    """What the forward of a layer keeps for its backward on one rank, choices spread evenly over the experts."""
+    """What the forward of a layer keeps for its backward on one rank, choices spread evenly over the experts: arguments
+    of the activation, and what came with the tokens of other ranks."""
     assert decision.call is not None
     strategy, specs = decision.strategies[pick], decision.call.inputs
     shapes = [local_shape(spec.shape, layout, mesh_shape) for spec, layout in zip(specs, strategy.inputs, strict=True)]
     ways = prod(mesh_shape[axis] for axis in strategy.axes_with(OWN_EXPERTS))
     held = ceil(prod(shapes[INDEX]) / ways) * prod(shapes[UP][1:3]) * specs[UP].dtype.itemsize
-    rows = copies = float(shapes[INDEX][0])
-    for axis in strategy.axes_with(ALL_TO_ALL):
-        copies *= expected_copies(shapes[INDEX][1], mesh_shape[axis])
-    sent = sum(spec.nbytes // max(1, spec.shape[0]) for spec in specs[: SCORES + 1])
-    return held + (int(copies * sent) if copies != rows else 0)
+    trips = strategy.axes_with(ALL_TO_ALL)
+    if not trips:
+        return held
+    rows = shapes[INDEX][0] * prod(expected_copies(shapes[INDEX][1], mesh_shape[axis]) for axis in trips)
+    return held + int(rows * sum(spec.nbytes // max(1, spec.shape[0]) for spec in specs[: SCORES + 1]))
