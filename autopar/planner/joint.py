@@ -1,11 +1,11 @@
 """Layouts and residency as one search problem: an op's strategy says how it is sharded and whether it is recomputed.
 
 Each saved value has its strategies times {keep, recompute, the forms in which it may be packed} (and free, where only
-recomputation reads it). The edges
-carry both prices: of moving a value in the forward, and of moving it again for what is recomputed from it; a pair in
-which a value is recomputed from one that is free is forbidden. Followers hold the value in the gap between the
-phases, and from its first reader in the backward on. Layers of one kind share both decisions here; `Fit` then lets
-every layer keep or recompute for itself under the layouts that were found.
+recomputation reads it), each parameter its strategies times {keep, on the host}. The edges carry both prices: of moving
+a value in the forward, and of moving it again for what is recomputed from it; a pair in which a value is recomputed
+from one that is free is forbidden. Followers hold the value in the gap between the phases, and from its first reader in
+the backward on, and of what is on the host its copies on the device. Layers of one kind share both decisions here;
+`Fit` then lets every layer keep or recompute for itself under the layouts that were found.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ class _Builder:
         self.known: dict[object, Matrix] = {}  # what repeated layers share
 
     def _states(self, index: int, pin: str | None) -> tuple[State, ...]:
-        """What may become of a value; of a parameter and of its gradient, which goes where it lies, if it may move."""
+        """What may become of a value; where a parameter may lie, and its gradient, which goes where it lies."""
         if index in self.saved:
             return states_of(self.saved[index], pin, self._packed_states(index, pin))
-        return (KEEP, ON_HOST) if index in self._movable else (KEEP,)
+        decision = self.planning.decisions[index]
+        parameter = self._parameters.get(decision.name, -1) if decision.kind in ("parameter", "gradient") else -1
+        return (ON_HOST,) if parameter in self.given else (KEEP, ON_HOST) if parameter in self.open else (KEEP,)
 
     @cached_property
-    def _movable(self) -> set[int]:
-        names = {self.planning.decisions[index].name for index in self.open}
-        gradients = (index for index, item in enumerate(self.planning.decisions) if item.kind == "gradient")
-        return {*self.open, *(index for index in gradients if self.planning.decisions[index].name in names)}
+    def _parameters(self) -> dict[str, int]:
+        return {item.name: index for index, item in enumerate(self.planning.decisions) if item.kind == "parameter"}
 
     def _packed_states(self, index: int, pin: str | None) -> tuple[Packed, ...]:
         """Unless it is pinned, only what costs next to nothing: the rest is for `Fit`."""
@@ -138,7 +138,7 @@ class _Builder:
             self._add_presence(edge, first, second)
         for index, value in self.saved.items():
             self._add_pieces(index, value)
-        for index in self.open:
+        for index in (*self.open, *sorted(self.given)):
             self._add_copies(index)
         numbers: dict[object, int] = {}
         problem = Problem(
@@ -178,7 +178,7 @@ class _Builder:
         self.costs.append(self._once(key, lambda: self._costs(index)))
         on_device = np.array([state != ON_HOST for state in states], dtype=np.float64)
         key = "usages", id(usages), tuple(on_device)
-        self.usages.append(self._once(key, lambda: np.outer(usages, on_device).reshape(-1)))
+        self.usages.append(self._once(key, lambda: _products(usages, on_device)))
         end = moment(high, 0, self.count) if value is None else value.forward_end
         self.intervals.append((moment(low, 0, self.count), end))
         self.groups.append((self.base.groups[index], kinds))
@@ -187,7 +187,8 @@ class _Builder:
         """What the packed forms of two values that are alike have in common."""
         value, decision = self.saved.get(index), self.planning.decisions[index]
         if value is None:
-            return self._kinds(index), self.hosting.hidden_s(index) if index in self.open else ()
+            is_hosted = decision.kind == "parameter" and ON_HOST in self.states[index]
+            return self._kinds(index), self.hosting.hidden_s(index) if is_hosted else ()
         hidden = bool(self.packed.packing.words) and index in self.packed.packing.link.hidden
         return self._kinds(index), value.outputs, value.is_read_forward, hidden, id(decision.strategies)
 
@@ -276,16 +277,14 @@ class _Builder:
 
     def _add_copies(self, index: int) -> None:
         """What a parameter on the host holds on the device, in whatever layout it lies."""
-        decision = self.planning.decisions[index]
-        per_pick = [list(self.hosting.copies(index, pick)) for pick in range(len(decision.strategies))]
+        picks = range(len(self.planning.decisions[index].strategies))
+        per_pick = [list(self.hosting.copies(index, pick)) for pick in picks]
+        on_host = np.array([state == ON_HOST for state in self.states[index]], dtype=np.float64)
         for number, lives in enumerate(zip(*per_pick, strict=True)):
             bytes_ = np.array([life[2] for life in lives])
-            key = "copy", tuple(bytes_.tolist())
-            amounts = self._once(key, partial(self._on_host_only, bytes_))
+            key = "copy", tuple(bytes_.tolist()), len(on_host)
+            amounts = self._once(key, partial(_products, bytes_, on_host))
             self._hold(index, lives[0][0], lives[0][1], ("copy", number), amounts, key)
-
-    def _on_host_only(self, bytes_: Matrix) -> Matrix:
-        return np.outer(bytes_, [0.0, 1.0]).reshape(-1)
 
     def _hold(self, index: int, start: int, end: int, name: object, amounts: Matrix, key: object) -> None:
         """A follower that holds, from `start` to `end`, as much as a decision's choice says."""
@@ -320,6 +319,10 @@ class _Builder:
         ]
         amounts: Matrix = np.array(held, dtype=np.float64)[:, None] * active[None, :]
         return amounts.reshape(-1)
+
+
+def _products(by_strategy: Matrix, by_state: Matrix) -> Matrix:
+    return np.outer(by_strategy, by_state).reshape(-1)
 
 
 def _same(amounts: Matrix, levels: Matrix) -> Matrix:

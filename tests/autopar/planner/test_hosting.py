@@ -20,11 +20,14 @@ from autopar.errors import ConstraintError, MemoryLimitError, PlanError
 from autopar.planner.budget import Budget
 from autopar.planner.fit import Fit
 from autopar.planner.hosting import Hosting
-from autopar.planner.make import Options, plan_program
+from autopar.planner.joint import joint_problem
+from autopar.planner.make import Options, Planner, plan_program
+from autopar.planner.move_buffers import peak_with_moves
 from autopar.planner.optimizers import optimizer_of
 from autopar.planner.packed_values import Packing
 from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
+from autopar.search import solve
 
 ADAMW = torch.optim.AdamW
 
@@ -129,6 +132,25 @@ def test_what_is_foreseen_covers_what_is_measured() -> None:
         assert (
             fit.measured(residency).measured.peak_bytes <= foreseen <= 1.1 * fit.measured(residency).measured.peak_bytes
         )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layouts_are_searched_in_the_memory_that_pinned_parameters_leave_free(ranks: int) -> None:
+    model, x = layers(256)
+    program, mesh = capture(model, (x,), {}), autopar.Mesh((ranks,), hardware="a100")
+    planner = Planner(program, mesh, Options(optimizer=optimizer_of(ADAMW)))
+    pins = dict.fromkeys(planner.hosting.candidates, "offload")
+    ddp = planner._hand_plan("ddp")
+    free = planner.add("ddp", ddp, planner.as_solution("ddp", ddp))
+    hosted = planner.with_residency(free, Residency(hosted=frozenset(pins)))
+    joint = joint_problem(planner.planning, pins, planner.packing, 1.1 * hosted.peak_bytes)
+    assert joint is not None and hosted.peak_bytes < 0.8 * free.peak_bytes
+    found = solve(joint.problem, time_limit_s=10)
+    choice, residency = joint.choice(found.choice), joint.residency(found.choice)
+    assert residency.hosted == pins.keys()
+    own = planner.with_residency(planner.add("joint", choice, planner.as_solution("joint", choice)), residency)
+    foreseen = peak_with_moves(planner.planning, joint.problem, found.choice, choice)
+    assert 0.95 * own.peak_bytes <= foreseen <= 1.1 * own.peak_bytes
 
 
 def test_computation_hides_copies_and_a_slow_link_costs_more() -> None:
