@@ -23,9 +23,9 @@ from autopar.passes.storages import storages_of, view_root
 
 Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "gathered", "collective"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HOST: Literal["host"] = "host"  # what is offloaded, and parameters that lie there: counted apart
 """saved: read by the backward. collective: what a collective wrote, and what ops of the same move made of it; gathered:
 the same of a parameter, and a copy on the device of one that lies on the host."""
+HOST: Literal["host"] = "host"  # what is offloaded, and parameters that lie there: counted apart
 
 _INPUT_KINDS: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 Storage = int  # identity of a fake storage within one program

@@ -45,8 +45,8 @@ class Optimizer:
     `state`: by the parameter's number of dims, what it keeps; none: no optimizer is counted. `large`: what it keeps
     instead for parameters of at least `least_large` elements. `shards_replicas`: whether ranks that hold the same shard
     of a parameter divide its state among them (`autopar.optim.ShardedState`, ZeRO-1); `scatters_gradients`: and its
-    gradient (ZeRO-2). `on_host`: whether it is on the
-    device only while its parameter is stepped (`autopar.optim.HostState`).
+    gradient (ZeRO-2). `on_host`: whether the state is on the device only while its parameter is stepped
+    (`autopar.optim.HostState`).
     """
 
     name: str

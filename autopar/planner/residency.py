@@ -14,10 +14,11 @@ HOSTED = "offload"
 class Residency:
     """Where it is not the usual one.
 
-    `recomputed`: ops of the forward whose values are not kept. `gathered_once`: parameters whose copies, gathered for
-    the forward, are kept for the backward; the usual is to gather the stored shards again. `packed`: ops whose values
-    are held in another form, each with the word for it (`passes.packings.PACKED`). `hosted`: parameters that lie on the
-    host, with their gradients and the optimizer's state of them.
+    `recomputed`: ops of the forward whose values are not kept, and backwards of layers of experts that read nothing of
+    their forward (`kept_experts`). `gathered_once`: parameters whose copies, gathered for the forward, are kept for the
+    backward; the usual is to gather the stored shards again. `packed`: ops whose values are held in another form, each
+    with the word for it (`passes.packings.PACKED`). `hosted`: parameters that lie on the host, with their gradients and
+    the optimizer's state of them.
     """
 
     recomputed: frozenset[int] = frozenset()
