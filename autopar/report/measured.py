@@ -65,8 +65,10 @@ def totals(plan: Plan, recording: Recording) -> list[Line]:
         lines.append(Line("memory of the fullest rank", plan.peak_bytes or None, peak.held_bytes, text=bytes_text))
     bars, known = measured_bars(recording), plan.pipeline
     if bars and known is not None:
-        lines.append(Line("bubble, of the time that ranks compute", known.bubble or None, bubble_of(bars), text=_share))
-        lines.append(Line("waiting for messages, the rank that waits most", None, _longest_wait(recording)))
+        lines.append(Line("bubble, of the time of all ranks", known.bubble or None, bubble_of(bars), text=_share))
+        waits = _waits(recording)
+        if waits:
+            lines.append(Line("waiting for messages, the rank that waits most", None, max(waits.values())))
     modules = recording.by_module()
     if not modules:
         return lines
@@ -86,13 +88,13 @@ def _share(part: float) -> str:
     return f"{part:.1%}"
 
 
-def _longest_wait(recording: Recording) -> float:
-    """Seconds in one step."""
+def _waits(recording: Recording) -> dict[int, float]:
+    """By rank, the seconds in one step for which it waited for messages; none where messages were not recorded."""
     waits: dict[int, float] = {}
     for span in recording.of_last_step():
-        if span.kind in MESSAGE_KINDS:
+        if span.kind in MESSAGE_KINDS and span.kind.startswith("recv"):
             waits[span.rank] = waits.get(span.rank, 0.0) + span.seconds
-    return max(waits.values(), default=0.0)
+    return waits
 
 
 def by_module(plan: Plan, recording: Recording) -> list[Line]:
@@ -163,24 +165,44 @@ def _table(name: str, lines: Sequence[Line]) -> Table:
 
 
 def draw_held(plan: Plan, recording: Recording) -> Any:
-    """Bytes on the fullest rank over one step, op by op: as measured, and as predicted where the plan tells."""
+    """Bytes on the fullest rank over one step: as measured, and as predicted where the plan tells.
+
+    Of a program without stages, op by op, forward beside forward and backward beside backward.
+    """
     spans = recording.held_over_time()
     figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
-    places = np.linspace(0, 1, len(spans), endpoint=False)
-    held = [span.held_bytes / 1e9 for span in spans]
     timeline = plan.details.timeline if plan.details else None
-    if timeline is not None:
-        index = np.asarray(timeline.index) / timeline.ops
-        predicted = np.asarray(timeline.totals) / 1e9
-        axes.plot(index, predicted, drawstyle="steps-post", color="#ee6677", linestyle="--", label="predicted")
-    elif plan.peak_bytes:
-        axes.axhline(plan.peak_bytes / 1e9, color="#ee6677", linestyle="--", label="predicted peak")
-    axes.plot(places, held, drawstyle="steps-post", color="#4477aa", label="measured")
-    axes.set(xlabel="part of the step's ops", ylabel="GB on the fullest rank", title="memory, measured and predicted")
+    if timeline is None:
+        measured = [[span.held_bytes for span in spans]]
+        axes.set_xticks([])
+        axes.set_xlabel("the step's actions, in order")
+        if plan.peak_bytes:
+            axes.axhline(plan.peak_bytes / 1e9, color="#ee6677", linestyle="--", label="predicted peak")
+    else:
+        measured = [[span.held_bytes for span in spans if span.phase == phase] for phase in ("forward", "backward")]
+        axes.set_xticks([0.5, 1.5], ["ops of the forward", "of the backward"])
+        begin = int(np.searchsorted(timeline.index, timeline.backward_start))
+        predicted = [_from_first_op(timeline.totals[:begin]), _from_first_op(timeline.totals[begin:])]
+        axes.plot(*_steps(predicted), drawstyle="steps-post", color="#ee6677", linestyle="--", label="predicted")
+    axes.plot(*_steps(measured), drawstyle="steps-post", color="#4477aa", label="measured")
+    axes.set(ylabel="GB on the fullest rank", title="memory, measured and predicted")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
     return figure
+
+
+def _from_first_op(totals: Sequence[int]) -> Sequence[int]:
+    """Without what is the same at the beginning, where a program takes up its inputs."""
+    first = next((place for place, bytes_ in enumerate(totals) if bytes_ != totals[0]), 0)
+    return totals[first:]
+
+
+def _steps(parts: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+    """Places and GB of parts one after the other, each as wide as 1; the last value lasts to the end."""
+    places = [part + place / len(values) for part, values in enumerate(parts) for place in range(len(values))]
+    held = [bytes_ / 1e9 for values in parts for bytes_ in values]
+    return [*places, float(len(parts))], [*held, held[-1]]
 
 
 def expert_rows(recording: Recording) -> list[Sequence[object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from autopar.errors import RecordingError
 from autopar.nn import BalancedGate, Experts, MixtureOfExperts, TopKGate
 from autopar.recording import MESSAGE_KINDS, PREDICTED, Recording, Span
 from autopar.report.gantt import bubble_of, measured_bars, planned_bars, predicted_spans
-from autopar.report.measured import by_module, measured_text, totals
+from autopar.report.measured import by_module, draw_held, measured_text, totals
 from autopar.report.page import report_page
 from autopar.runtime.recorder import Notes, merged
 from tests.gloo import run_on_ranks
@@ -179,6 +180,8 @@ def test_a_pipelines_messages_are_waited_for_in_its_trace_beside_what_was_predic
     assert sum(event["pid"] >= PREDICTED and event["ph"] == "X" for event in trace) == 16
     text = measured_text(plan, recording)
     assert "bubble" in text and "waiting for messages" in text
+    without = replace(recording, spans=tuple(it for it in recording.spans if it.kind not in MESSAGE_KINDS))
+    assert "waiting for messages" not in measured_text(plan, without)
     first, second = (line for line in text.splitlines() if line.startswith("rank "))
     assert first.split()[2].startswith("F")  # a bar that is too short has no number
     assert second.split()[2].lstrip(".").startswith("F")
@@ -194,6 +197,11 @@ def test_the_memory_that_was_held_is_recorded_and_is_at_most_the_promised(folder
     (line,) = [line for line in totals(plan, recording) if line.name.startswith("memory")]
     assert (line.predicted, line.measured) == (plan.peak_bytes, recording.peak.held_bytes)
     assert "memory of the fullest rank" in measured_text(plan, recording)
+    for line in draw_held(plan, recording).axes[0].lines:
+        if line.get_label() in ("measured", "predicted"):  # over all of the step, forward beside forward
+            places, held = line.get_data()
+            assert (places[0], places[-1]) == (0, 1 if kind == "pipeline" else 2)
+            assert places[-2] < places[-1] and held[-2] == held[-1] > 0
     assert "memory, measured and predicted" in report_page(plan, recording)
     counters = [event for event in recording.chrome_trace()["traceEvents"] if event["ph"] == "C"]
     assert max(event["args"]["bytes"] for event in counters) == recording.peak.held_bytes
