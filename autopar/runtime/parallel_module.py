@@ -45,7 +45,7 @@ from autopar.runtime.parameters import (
 from autopar.runtime.recorder import Recorder, Standing, merged
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike, StepCompiler
-from autopar.sharding.dtensors import layout_of, put
+from autopar.sharding.dtensors import layout_of, to_device, to_host
 from autopar.sharding.layout import Layout
 
 
@@ -382,7 +382,7 @@ class ParallelModule(Container):
             empty = session.still_empty()
             for name, parameter in parameters.items():
                 lay_out_parameter(parameter, planned[name])
-                put(parameter, on_host=name in step.hosted)
+                (to_host if name in step.hosted else to_device)(parameter)
             session.note_empty(empty)
             for optimizer in session.optimizers:
                 lay_out_optimizer_state(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -63,15 +64,24 @@ def host_copy(local: Tensor) -> Tensor:
     return torch.empty_like(local, device="cpu", pin_memory=local.device.type == "cuda").copy_(local)
 
 
-def put(parameter: DTensor, *, on_host: bool) -> None:
-    """Let a parameter's shard lie on the host or the device, and the gradient that it holds; the object and its hooks
-    stay, what else has noted its autograd node does not."""
+def to_host(parameter: DTensor) -> None:
+    """Let a parameter's shard lie on the host, and the gradient that it holds; the object and its hooks stay, what else
+    has noted its autograd node does not."""
+    _put(parameter, "cpu")
+
+
+def to_device(parameter: DTensor) -> None:
+    """Let a parameter's shard lie on the mesh's device, and the gradient that it holds; see `to_host`."""
+    _put(parameter, parameter.device_mesh.device_type)
+
+
+def _put(parameter: DTensor, target: str) -> None:
     local, held = detached(parameter).to_local(), parameter.grad
-    target = "cpu" if on_host else parameter.device_mesh.device_type
     if local.device.type == target:
         return
+    move = host_copy if target == "cpu" else partial(Tensor.to, device=target)
     there = [
-        as_dtensor(host_copy(it) if on_host else it.to(target), parameter.device_mesh, layout_of(own), own.shape)
+        as_dtensor(move(it), parameter.device_mesh, layout_of(own), own.shape)
         for own, it in [(parameter, local), *([(held, held.to_local())] if isinstance(held, DTensor) else [])]
     ]
     parameter.grad = None

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import autopar
 from autopar.optim import SM3, Adafactor, Adam8bit, HostState
 from autopar.runtime.memory_tracker import MemoryTracker
-from autopar.sharding.dtensors import as_dtensor, put
+from autopar.sharding.dtensors import as_dtensor, to_host
 from autopar.torch_compat import swap_content
 from tests.autopar.runtime.models import mlp
 from tests.gloo import run_on_ranks
@@ -134,7 +134,7 @@ def hold_where_it_lies() -> None:
     optimizer.step()
     for value in optimizer.state[parameter].values():
         assert not isinstance(value, DTensor) or value.to_local().device.type == "cpu"
-    put(parameter, on_host=True)
+    to_host(parameter)
     plain = torch.optim.AdamW([parameter])
     plain.step()
     assert plain.state[parameter]["exp_avg"].to_local().device.type == "cpu"
