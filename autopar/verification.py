@@ -20,7 +20,7 @@ from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
 from autopar.report.figures import rendered
-from autopar.runtime.inputs import nth_microbatch
+from autopar.runtime.inputs import batch_of, nth_microbatch
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
@@ -302,7 +302,7 @@ def accumulated_values(
     outputs = {
         name: _mean_of([one.outputs[name] for one in found])
         if name in losses
-        else _joined([one.outputs[name] for one in found])
+        else _joined([one.outputs[name] for one in found], batch_of(args, kwargs) // count)
         for name in found[0].outputs
     }
     gradients = {name: _mean_of([one.gradients[name] for one in found if name in one.gradients], count)
@@ -321,9 +321,9 @@ def _mean_of(values: Sequence[torch.Tensor], count: int = 0) -> torch.Tensor:
     return (total / (count or len(values))).to(values[0].dtype)
 
 
-def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An output of all samples; one that has no samples is the last microbatch's."""
-    return torch.cat(list(values)) if values[0].dim() else values[-1]
+def _joined(values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+    """An output of all samples, so many in each; one that is not of samples is the last microbatch's."""
+    return torch.cat(list(values)) if values[0].shape[:1] == (samples,) else values[-1]
 
 
 def full_values(pmodel: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:

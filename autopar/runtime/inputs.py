@@ -122,11 +122,12 @@ def rank_part(value: Tensor, mesh: DeviceMesh, layout: Layout) -> Tensor:
 
 def microbatches_of(args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> int:
     """Into how many equal microbatches a call divides: at most so many."""
-    size = _batch_of(args, kwargs)
+    size = batch_of(args, kwargs)
     return max(count for count in range(1, min(most, max(1, size)) + 1) if size % count == 0)
 
 
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The samples of a call: dim 0 of its first tensor that has dims; 1 if there is none."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
     return int(leaves[0].shape[0]) if leaves else 1
 
@@ -145,7 +146,7 @@ def nth_microbatch(
     args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, number: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The part of a call that is one of equal microbatches; see `first_microbatch`."""
-    size = _batch_of(args, kwargs)
+    size = batch_of(args, kwargs)
     if size % microbatches:
         raise InputError(
             f"a batch of {size} does not divide into {microbatches} microbatches that are batches by themselves",

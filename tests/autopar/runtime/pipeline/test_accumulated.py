@@ -78,6 +78,21 @@ def test_batch_norm_in_training_is_verified_with_several_microbatches(count: int
     assert report.plan is not None and report.peak_bytes is not None and report.plan.peak_bytes >= report.peak_bytes
 
 
+class Measured(Normed):
+    """With a mean over the samples beside the loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        return found | {"mean": found["logits"].mean(0)}
+
+
+def test_an_output_that_is_not_of_samples_is_the_last_microbatchs() -> None:
+    report = autopar.verify(
+        Measured(), LINE, example_inputs=batch(), search="ddp", microbatches=2, batch_semantics="accumulated"
+    )
+    assert report.ok, report.table
+
+
 def test_each_microbatch_draws_numbers_of_its_own() -> None:
     report = autopar.verify(
         Normed(0.5), SQUARE, example_inputs=batch(), search="ddp", microbatches=2, batch_semantics="accumulated"
