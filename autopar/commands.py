@@ -22,6 +22,7 @@ from autopar.hugging_face import PREFIX
 from autopar.mesh import Mesh
 from autopar.model_source import ModelSource, load_model, parse_mesh_shape
 from autopar.passes.packings import LOSSY
+from autopar.plan_entries import SEMANTICS
 from autopar.plan_questions import check_memory_limit
 from autopar.report.memory import memory_text
 
@@ -71,6 +72,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--schedule", help="of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or auto")
     parser.add_argument("--microbatches", type=int, help="parts in which the batch goes through the stages")
+    parser.add_argument(
+        "--batch-semantics", choices=list(SEMANTICS), help="accumulated: each microbatch is a batch by itself"
+    )
 
 
 def parse_memory_limit(text: str) -> int:
@@ -132,6 +136,7 @@ def _keywords(chosen: argparse.Namespace) -> dict[str, Any]:
         "stages": chosen.stages,
         "schedule": chosen.schedule,
         "microbatches": chosen.microbatches,
+        "batch_semantics": chosen.batch_semantics,
     }
 
 

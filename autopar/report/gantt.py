@@ -47,15 +47,17 @@ def predicted_spans(plan: Plan) -> tuple[Span, ...]:
 
 
 def text_gantt(bars: Sequence[Bar], width: int = 100) -> str:
-    """One line for each rank: what it computes over time. `F`, `B`, `b`, `w` and the microbatch; `.` is a bubble."""
+    """One line for each rank: what it computes over time. `F`, `B`, `b`, `w` and the microbatch, where there is room
+    for all of its number; `.` is a bubble."""
     begin_s = min(bar.start_s for bar in bars)
     column_s = (max(bar.end_s for bar in bars) - begin_s) / width or 1.0
     lines = {rank: ["."] * width for rank in sorted({bar.rank for bar in bars})}
     for bar in sorted(bars, key=lambda it: it.start_s):
         first = min(width - 1, round((bar.start_s - begin_s) / column_s))
         last = max(first + 1, min(width, round((bar.end_s - begin_s) / column_s)))
-        label = f"{LETTERS[bar.kind]}{bar.microbatch}"
-        lines[bar.rank][first:last] = list(label[: last - first].ljust(last - first, "-"))
+        letter, room = LETTERS[bar.kind], last - first
+        label = f"{letter}{bar.microbatch}"
+        lines[bar.rank][first:last] = (label if len(label) <= room else letter).ljust(room, "-")
     return "\n".join(f"rank {rank:<3} {''.join(line)}" for rank, line in lines.items())
 
 

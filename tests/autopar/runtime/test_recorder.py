@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import RecordingError
 from autopar.nn import BalancedGate, Experts, MixtureOfExperts, TopKGate
+from autopar.plan_details import Bar
 from autopar.recording import MESSAGE_KINDS, PREDICTED, Recording, Span
-from autopar.report.gantt import bubble_of, measured_bars, planned_bars, predicted_spans
+from autopar.report.gantt import bubble_of, measured_bars, planned_bars, predicted_spans, text_gantt
 from autopar.report.measured import by_module, draw_held, measured_text, totals
 from autopar.report.page import report_page
 from autopar.runtime.recorder import Notes, merged
@@ -185,6 +186,12 @@ def test_a_pipelines_messages_are_waited_for_in_its_trace_beside_what_was_predic
     first, second = (line for line in text.splitlines() if line.startswith("rank "))
     assert first.split()[2].startswith("F")  # a bar that is too short has no number
     assert second.split()[2].lstrip(".").startswith("F")
+
+
+def test_a_bar_too_short_for_its_number_has_none_rather_than_a_part_of_it() -> None:
+    bars = [Bar("forward", 0, 0, item, float(item), item + 1.0) for item in range(9, 12)]
+    assert text_gantt(bars, width=6) == "rank 0   F9F-F-"
+    assert text_gantt(bars, width=9) == "rank 0   F9-F10F11"
 
 
 @pytest.mark.parametrize("kind", ["data", "even experts", "pipeline"])

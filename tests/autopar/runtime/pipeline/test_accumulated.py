@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar import cli
 from autopar.errors import InputError, MicrobatchError, UnsupportedOptionError
 from tests.autopar.models import MODELS
 from tests.gloo import run_on_ranks
@@ -112,6 +113,17 @@ def test_what_it_says_is_saved_with_the_plan_and_followed() -> None:
     again = autopar.Plan.from_json(plan.to_json())
     assert again.pipeline == plan.pipeline and again.hash == plan.hash
     assert autopar.verify(model, LINE, example_inputs=inputs, plan=again).ok
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return Normed(), batch()
+
+
+def test_a_shell_asks_for_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", f"{__name__}:made", "--mesh", "2", "--stages", "2", "--microbatches", "2", "--hardware", "cpu"]
+    assert cli.main(words) == cli.BAD_USAGE
+    assert "batch_semantics='accumulated'" in capsys.readouterr().err
+    assert cli.main([*words, "--batch-semantics", "accumulated"]) == cli.OK
 
 
 class Outside(nn.Module):
