@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.capture.program import Program
@@ -128,7 +129,7 @@ class StagedCompiler:
     ) -> CompiledPipeline:
         """Capture, plan and stage one program; see `PipelineCompiler`."""
         request = self.request
-        if like is not None and request.accumulated:
+        if like is not None and request.accumulated and not torch.is_grad_enabled():  # what is trained is not changed
             most = like.schedule.microbatches
             request = replace(request, microbatches=microbatches_of(args, kwargs, most))
 

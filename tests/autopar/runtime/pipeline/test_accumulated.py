@@ -188,8 +188,10 @@ def train() -> list[float]:
     held = [(value.full_tensor() - own[name]).abs().max().item() for name, value in pmodel.named_parameters()]
     kept = [(getattr(value, "full_tensor", lambda v=value: v)() - buffers[name]).abs().max().item()
             for name, value in pmodel.named_buffers()]  # fmt: skip
-    model.eval(), pmodel.eval()
-    few = tuple(value[:6] for value in inputs)  # into three microbatches of two
+    few = tuple(value[:6] for value in inputs)
+    with pytest.raises(InputError, match="does not divide into 4"):  # three would be another step
+        pmodel(*few)
+    model.eval(), pmodel.eval()  # into three microbatches of two
     with torch.no_grad(), pmodel.outputs_everywhere():
         shown = (pmodel(*few)["logits"] - model(*few)["logits"]).abs().max().item()
     return [max(losses), max(held), max(kept), shown]
