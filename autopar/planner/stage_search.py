@@ -66,6 +66,7 @@ def proposals(
     shapes: Sequence[tuple[int, str]],
 ) -> list[Proposal]:
     """The fastest first. `segments`: of a microbatch, by how many there are; `shapes`: (stages, schedule) to try.
+    Of many ways the ILP cuts a few; the others are cut into stages of equal time.
 
     Raises PlanError where there are fewer segments than stages, MemoryLimitError where nothing fits.
     """
