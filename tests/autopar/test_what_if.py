@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import cli
-from autopar.errors import ConstraintError, MemoryLimitError, PlanError, UnsupportedOptionError
+from autopar.errors import ConstraintError, FileWriteError, MemoryLimitError, PlanError, UnsupportedOptionError
 from autopar.search import solve
 from autopar.sharding.layout import format_layout
 
@@ -238,7 +238,7 @@ def test_names_of_odd_characters_are_asked_pinned_and_saved(tmp_path: Path) -> N
 
 
 def test_a_picture_of_no_format_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="picture"):
+    with pytest.raises(FileWriteError, match="picture"):
         plan().plot("memory", tmp_path / "memory.odd")
 
 
