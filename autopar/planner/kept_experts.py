@@ -7,22 +7,23 @@ from math import ceil, prod
 
 from autopar.ops.dispatch import expected_copies
 from autopar.planner.decisions import Decision
+from autopar.planner.prices import EXPERTS_BACKWARD
 from autopar.sharding.layout import local_shape
 from autopar.sharding.rules.experts import ALL_TO_ALL, INDEX, OWN_EXPERTS, SCORES, UP
 
-FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
+FORWARD = "autopar.experts.default"
 
 
 def is_backward(decision: Decision) -> bool:
     """Whether a decision is the backward of a layer of experts."""
-    return decision.call is not None and decision.call.name == BACKWARD
+    return decision.call is not None and decision.call.name == EXPERTS_BACKWARD
 
 
 def kept_pairs(decisions: Sequence[Decision], choice: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(backward, forward) of the layers that have the same inputs in the same layouts, and go the same ways."""
     forwards: dict[object, int] = {}
     for index, (decision, pick) in enumerate(zip(decisions, choice, strict=True)):
-        if decision.call is None or decision.call.name not in (FORWARD, BACKWARD):
+        if decision.call is None or decision.call.name not in (FORWARD, EXPERTS_BACKWARD):
             continue
         strategy, begin = decision.strategies[pick], int(is_backward(decision))
         forms = tuple(rule.form for rule in strategy.rules)

@@ -194,7 +194,7 @@ class _Attempts:
 
         Raises what the first one raised.
         """
-        refused: MemoryLimitError | None = None
+        refused: MemoryLimitError | ScheduleError | None = None
         held, left = self.search.held_samples, self.search.proposals()
         for tried in range(TRIED):
             if not left:
@@ -202,7 +202,7 @@ class _Attempts:
             proposal = left[0] if tried < TRIED - 1 else min(left, key=held)
             try:
                 return self._planned(self.search.exact(proposal))
-            except MemoryLimitError as error:
+            except (MemoryLimitError, ScheduleError) as error:
                 refused = refused or error
             left = [it for it in left if held(it) < held(proposal)]
         assert refused is not None

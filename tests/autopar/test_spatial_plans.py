@@ -89,7 +89,8 @@ def train() -> tuple[str, Gaps]:
     model, inputs = u_net()
     pins = {"input:image": "S2", "*/convolution#*": "S2"}
     pmodel = autopar.compile(model, init_device_mesh("cpu", (2,)), example_inputs=inputs, constraints=pins)
-    return pmodel.plan.hash, train_beside(pmodel, adam(pmodel), (model, inputs), steps=2)  # type: ignore[attr-defined]
+    assert isinstance(pmodel.plan, autopar.Plan)
+    return pmodel.plan.hash, train_beside(pmodel, adam(pmodel), (model, inputs), steps=2)
 
 
 @pytest.mark.slow

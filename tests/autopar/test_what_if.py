@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import cli
-from autopar.errors import ConstraintError, FileWriteError, MemoryLimitError, PlanError, UnsupportedOptionError
+from autopar.errors import ConstraintError, MemoryLimitError, PlanError, UnsupportedOptionError
 from autopar.search import solve
 from autopar.sharding.layout import format_layout
 
@@ -209,7 +209,7 @@ def test_a_memory_limit_that_is_none_is_told(limit: Any, error: type[Exception])
 
 def test_a_plan_is_compared_with_a_plan_alone() -> None:
     with pytest.raises(PlanError, match="with a NoneType"):
-        plan().diff(None)  # type: ignore[arg-type]
+        plan().diff(None)  # type: ignore[arg-type]  # wrong on purpose
 
 
 class Odd(nn.Module):
@@ -235,11 +235,6 @@ def test_names_of_odd_characters_are_asked_pinned_and_saved(tmp_path: Path) -> N
     assert loaded.matching(name)[0].outputs == made.matching(name)[0].outputs and loaded.hash == made.hash
     assert "near it: " in made.explain("parts.blk-1 x.a[0].wight")
     assert len(plan().matching("layers.[0-2].0.weight")) == 3
-
-
-def test_a_picture_of_no_format_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileWriteError, match="picture"):
-        plan().plot("memory", tmp_path / "memory.odd")
 
 
 @pytest.mark.parametrize(

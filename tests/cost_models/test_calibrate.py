@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,8 +47,8 @@ SHAPES = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (2048, 256, 512))
 def samples_of(device: Device, noise: float) -> ComputeSamples:
     random = np.random.default_rng(0)
 
-    def timed(seconds: object) -> float:
-        return float(seconds) * float(np.exp(noise * random.standard_normal()))  # type: ignore[arg-type]
+    def timed(seconds: Any) -> float:
+        return float(seconds) * float(np.exp(noise * random.standard_normal()))
 
     matmuls = tuple(
         MatmulSample("float32", *shape, timed(matmul_seconds(device, "float32", 1, *shape))) for shape in SHAPES
@@ -83,7 +84,7 @@ def test_a_fit_recovers_the_link_that_made_the_samples(profile: str, shape: tupl
     changed = replace(link, latency_s=3 * link.latency_s, bytes_per_s=0.4 * link.bytes_per_s)
     real = replace(start, inter=changed) if start.nodes > 1 else replace(start, intra=changed)
     samples = [
-        CollectiveSample(kind, size, float(collective_seconds(kind, size, real)))  # type: ignore[arg-type]
+        CollectiveSample(kind, size, float(np.asarray(collective_seconds(kind, size, real))))
         for kind in COLLECTIVES
         for size in (2**8, 2**16, 2**22, 2**28)
     ]

@@ -77,7 +77,7 @@ def test_no_collective_is_free(kind: str, profile: str, shape: tuple[int, ...]) 
 
 def test_an_unknown_collective_is_unpriced() -> None:
     with pytest.raises(UnpricedError, match="all_shuffle"):
-        collective_seconds("all_shuffle", 1, axes("h100", (8,))[0])  # type: ignore[arg-type]
+        collective_seconds("all_shuffle", 1, axes("h100", (8,))[0])
 
 
 def test_crossing_nodes_costs_more_than_staying_inside() -> None:

@@ -89,7 +89,7 @@ def _numbers(values: Any, name: str) -> Array:
     try:
         held = values.detach().double().cpu() if hasattr(values, "detach") else values
         array = np.asarray(held, dtype=np.float64)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:  # the last: a meta tensor has no values
         raise ExpertPlacementError(f"{name} is no array of numbers: {error}", fix="give rows of one length") from error
     for what, wrong in (("not a finite number", ~np.isfinite(array)), ("negative", array < 0)):
         if wrong.any():

@@ -134,9 +134,9 @@ def test_a_gate_and_experts_of_other_sizes_are_refused() -> None:
         Experts(0, WIDTH, HIDDEN)
     for k in (0, 1.5, True):
         with pytest.raises(UnsupportedOptionError, match=f"no {k} experts of 4"):
-            TopKGate(WIDTH, 4, k)  # type: ignore[arg-type]
+            TopKGate(WIDTH, 4, k)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(UnsupportedOptionError, match=r"4\.0 experts"):
-        Experts(4.0, WIDTH, HIDDEN)  # type: ignore[arg-type]
+        Experts(4.0, WIDTH, HIDDEN)  # type: ignore[arg-type]  # wrong on purpose
 
 
 class TinyTransformer(nn.Module):

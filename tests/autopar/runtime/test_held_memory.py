@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import fx
 from autopar.runtime.held_memory import AllocatorMemory, SteppedOptimizers, held_memory, local_parts
 
 
-def node_of(target: object) -> fx.Node:
-    return fx.Graph().call_function(target, ())  # type: ignore[arg-type]
+def node_of(target: Callable[..., Any]) -> fx.Node:
+    return fx.Graph().call_function(target, ())
 
 
 def test_storages_are_counted_once_and_until_they_are_freed() -> None:

@@ -146,8 +146,8 @@ def test_what_lies_on_the_host_of_a_gpu_stays_there() -> None:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mesh = x.device_mesh  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.mesh = x.device_mesh
         return torch.ones(())
 
     @staticmethod

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.passes.collectives import is_collective
@@ -70,11 +71,27 @@ def test_the_interface_that_gloo_was_told_is_used() -> None:
         run_on_ranks(interfaces, 2, "no-such-interface")
 
 
-def test_a_mesh_of_one_rank_or_of_another_backend_stays() -> None:
-    store = dist.HashStore()  # type: ignore[no-untyped-call]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def stays() -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return mesh_in_order(mesh) is mesh
+
+
+def test_a_mesh_of_one_rank_stays() -> None:
+    assert run_on_ranks(stays, 1) == [True]
+
+
+def twice() -> bool:
+    once = mesh_in_order(init_device_mesh("cpu", (2,)))
+    return mesh_in_order(once) == once
+
+
+def test_a_mesh_in_order_may_be_compiled_for_again() -> None:
+    assert run_on_ranks(twice, 2) == [True, True]
+
+
+def test_a_mesh_of_another_backend_stays() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        assert mesh_in_order(mesh) is mesh
+        assert stays()
     finally:
         dist.destroy_process_group()
