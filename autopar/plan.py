@@ -67,6 +67,7 @@ class Plan:
     residency_s: float = field(default=0.0, repr=False, compare=False)  # of step_s, what is not the usual residency's
     peak_bytes: int = 0
     host_bytes: int = 0  # the most that one rank holds on the host
+    host_memory: Mapping[str, int] = field(default_factory=dict)  # of that, bytes by kind
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes by kind at the peak
     memory_limit_bytes: int | None = None
     optimizer: str = "none"
@@ -327,6 +328,7 @@ class Plan:
                 "recompute_s": self.recompute_s,
                 "peak_bytes": self.peak_bytes,
                 "host_bytes": self.host_bytes,
+                "host_memory": dict(self.host_memory),
                 "memory": dict(self.memory),
                 "memory_limit_bytes": self.memory_limit_bytes,
                 "optimizer": self.optimizer,
@@ -392,8 +394,9 @@ def _plan_of(reader: PlanReader) -> Plan:
         step_s=reader.number(predicted, "step_s"),
         recompute_s=reader.number(predicted, "recompute_s"),
         peak_bytes=int(reader.number(predicted, "peak_bytes")),
-        host_bytes=int(reader.number(predicted, "host_bytes")) if "host_bytes" in predicted else 0,
-        memory=reader.memory(predicted),
+        host_bytes=int(reader.number(predicted, "host_bytes")),
+        host_memory=reader.memory(predicted, "host_memory"),
+        memory=reader.memory(predicted, "memory"),
         memory_limit_bytes=reader.field(predicted, "memory_limit_bytes", int, type(None)),
         optimizer=reader.field(predicted, "optimizer", str),
         cost=reader.number(search, "cost"),
@@ -424,7 +427,7 @@ def _unpriced(plan: Plan) -> Plan:
     return plan.repriced(
         entries=tuple(entry.priced(EntryCosts()) for entry in plan.entries),
         stages=tuple(stages), pipeline=plan.pipeline and replace(plan.pipeline, bubble=0.0),
-        step_s=0.0, recompute_s=0.0, peak_bytes=0, host_bytes=0, memory={}, cost=0.0, bound=0.0, alternatives={},
-        details=None,
+        step_s=0.0, recompute_s=0.0, peak_bytes=0, host_bytes=0, host_memory={}, memory={}, cost=0.0, bound=0.0,
+        alternatives={}, details=None,
         notes=("edited since it was priced: its costs are computed again when it is compiled",),
     )  # fmt: skip

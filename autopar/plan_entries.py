@@ -14,7 +14,7 @@ from autopar.folding import expand_key
 from autopar.plan_details import EntryCosts, MoveCost, PlanDetails, read_costs, read_details
 from autopar.sharding.layout import Layout, format_layout, parse_layout
 
-SCHEMA = 3
+SCHEMA = 4
 RESIDENCIES = ("keep", "recompute", "offload", "compress", "compress-bf16", "compress-fp8", "compress-int8")
 PIPELINE_NUMBERS = ("axis", "microbatches", "virtual_stages", "bubble")
 STAGE_NUMBERS = (
@@ -181,8 +181,9 @@ class PlanReader:
         name: str = self.field(self.field(self.data, "mesh", dict), "hardware", str)
         return name
 
-    def memory(self, predicted: dict[str, Any]) -> dict[str, int]:
-        found = self.field(predicted, "memory", dict)
+    def memory(self, predicted: dict[str, Any], name: str) -> dict[str, int]:
+        """Bytes by kind."""
+        found = self.field(predicted, name, dict)
         return {kind: int(self.number(found, kind)) for kind in found}
 
     def without_rule(self) -> tuple[OpWithoutRule, ...]:
@@ -326,6 +327,14 @@ def _from_2(data: dict[str, Any]) -> dict[str, Any]:
     return {"without_rule": [], **data, "predicted": predicted, "costs": {}, "frontier": None, "details": None}
 
 
+def _from_3(data: dict[str, Any]) -> dict[str, Any]:
+    """Plans that do not say what it is that lies on the host; the first of them nothing of the host at all."""
+    predicted = data.get("predicted")
+    if isinstance(predicted, dict):
+        predicted = {"host_bytes": 0, **predicted, "host_memory": {}}
+    return {**data, "predicted": predicted}
+
+
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
-MIGRATIONS: Mapping[int, Migration] = MappingProxyType({1: _from_1, 2: _from_2})
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({1: _from_1, 2: _from_2, 3: _from_3})
 """By schema: what makes a file of the next schema of one of this."""

@@ -56,11 +56,12 @@ class Candidate:
         return self.measured.peak_bytes
 
     @property
-    def host_bytes(self) -> int:
-        """The most on one rank's host: what is offloaded at once, and optimizer state."""
+    def host_memory(self) -> dict[str, int]:
+        """Bytes by kind where one rank's host holds most: what is offloaded, parameters, gradients, optimizer state."""
         away = host_state(self.planning, self.choice, self.residency).values()
-        of_hosted = hosted_state(self.planning, self.choice, self.residency)
-        return self.measured.timeline.host_peak_bytes + sum(away) + of_hosted
+        state = sum(away) + hosted_state(self.planning, self.choice, self.residency)
+        found = dict(self.measured.timeline.host_memory)
+        return {**found, "optimizer_state": state} if state else found
 
     @property
     def fitted(self) -> Fitted:

@@ -7,8 +7,8 @@ where it is made; tensors saved for the backward stay to their last reader there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -41,7 +41,7 @@ class Timeline:
     born: tuple[int, ...]  # bytes that begin to live with each node
     labels: tuple[tuple[str, str], ...] = ()  # per node, what it is called and the user's line
     lifetimes: tuple[Lifetime, ...] = ()
-    host_peak_bytes: int = 0  # the most that lies on the host at once
+    host_memory: Mapping[str, int] = field(default_factory=dict)  # bytes by kind where the most lies on the host
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -51,6 +51,11 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         return max(self.totals, default=0)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most that lies on the host at once."""
+        return sum(self.host_memory.values())
 
     @property
     def peak_index(self) -> int:
@@ -99,16 +104,21 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
     names = _names(local)
     labels = tuple(_label(node, names) for node in nodes)
     names_of = tuple(node.name for node in nodes)
-    return Timeline(names_of, by_kind, start, tuple(born), labels, tuple(lifetimes), _peak(host, len(nodes)))
+    return Timeline(names_of, by_kind, start, tuple(born), labels, tuple(lifetimes), _at_peak(host, len(nodes)))
 
 
-def _peak(lives: Iterable[tuple[int, int, int]], count: int) -> int:
-    """The most bytes alive at once, of (bytes, first, last)."""
+def _at_peak(lives: Sequence[Lifetime], count: int) -> dict[str, int]:
+    """Bytes by kind where most are alive."""
     changes = [0] * (count + 1)
-    for bytes_, first, last in lives:
-        changes[first] += bytes_
-        changes[last + 1] -= bytes_
-    return max(_running_sums(changes))
+    for life in lives:
+        changes[life.first] += life.bytes
+        changes[life.last + 1] -= life.bytes
+    totals = _running_sums(changes)
+    at, found = totals.index(max(totals)), dict[str, int]()
+    for life in lives:
+        if life.first <= at <= life.last and life.bytes:
+            found[life.kind] = found.get(life.kind, 0) + life.bytes
+    return found
 
 
 def _names(local: LocalProgram) -> dict[str, str]:
@@ -146,6 +156,7 @@ class _Lifetimes:
         self.last: dict[Storage, int] = {}
         self.bytes: dict[Storage, int] = {}
         self.kind: dict[Storage, Kind | Literal["host"]] = {}
+        self.host_kind: dict[Storage, Kind] = {}  # of what lies on the host
         self.made: dict[Storage, tuple[str, str]] = {}
 
     def all(self) -> list[Lifetime]:
@@ -163,9 +174,12 @@ class _Lifetimes:
             if kind != HOST
         ]
 
-    def on_host(self) -> list[tuple[int, int, int]]:
-        """(bytes, first, last) of what is offloaded."""
-        return [(self.bytes[it], self.first[it], self.last[it]) for it, kind in self.kind.items() if kind == HOST]
+    def on_host(self) -> list[Lifetime]:
+        """What lies on the host; after `all`."""
+        return [
+            Lifetime(self.bytes[it], kind, self.first[it], self.last[it], *self.made[it])
+            for it, kind in self.host_kind.items()
+        ]
 
     def _storages(self, node: fx.Node) -> dict[Storage, int]:
         """The storages under a node's value; outputs of an op that are never picked count too."""
@@ -180,6 +194,8 @@ class _Lifetimes:
         self.made[storage] = _label(node, self.names)
         held = kind in ("parameter", "buffer", "input") and index < self.start
         self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
+        if kind == HOST:
+            self.host_kind[storage] = "parameter" if node.meta.get(ON_HOST) else "saved"
 
     def _kind_of(self, node: fx.Node) -> Kind | Literal["host"]:
         if node.meta.get(ON_HOST) or node.target is OFFLOAD:
@@ -237,3 +253,5 @@ class _Lifetimes:
                 self.last[storage] = max(self.last[storage], last)
                 if self.kind[storage] in ("activation", "gathered", "collective"):
                     self.kind[storage] = kind if position < count else "saved"
+                elif self.host_kind.get(storage) == "saved" and position < count:
+                    self.host_kind[storage] = kind

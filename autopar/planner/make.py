@@ -454,7 +454,8 @@ class Planner:
         plan = self.foreseen(best, best.step_s, best.peak_bytes).repriced(
             recompute_s=self._fit(best).recompute_s(best.residency),
             memory=best.measured.memory,
-            host_bytes=best.host_bytes,
+            host_bytes=sum(best.host_memory.values()),
+            host_memory=best.host_memory,
             step_ops=best.step_ops,
             details=best.measured.details(self.prices, self.limit),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ def finished(
     held = in_flight(schedule)
     always = call_bytes(staged)
     most = tuple(always + bytes_ for bytes_ in rank_peaks(staged, schedule, [cost.storages for cost in costs]))
+    host_memory = _host_memory(schedule, planned, held)
     plan = Plan(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
@@ -76,7 +78,8 @@ def finished(
         step_s=simulation.step_s
         + max(cost.reduce_s + _update_s(item) for cost, item in zip(costs, planned, strict=True)),
         peak_bytes=max(most),
-        host_bytes=_host_bytes(schedule, planned, held),
+        host_bytes=sum(host_memory.values()),
+        host_memory=host_memory,
         memory_limit_bytes=options.limit(mesh),
         optimizer=options.optimizer.name,
         cost=sum(item.plan.cost for item in planned),
@@ -95,13 +98,14 @@ def _pipeline(axis: int, schedule: Schedule, simulation: Simulation, request: Pi
     return Pipeline(axis, name, schedule.microbatches, schedule.virtual_stages, bubble, request.semantics)
 
 
-def _host_bytes(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> int:
-    """Of the rank that holds most: the state of its optimizers, and the offloaded values of all that is in flight."""
-    total = [0] * len(schedule.ranks)
+def _host_memory(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> dict[str, int]:
+    """By kind, of the rank that holds most: the state of its optimizers, and the offloaded values of all that is in
+    flight."""
+    ranks = [Counter[str]() for _ in schedule.ranks]
     for stage, item in enumerate(planned):
-        values = item.best.measured.timeline.host_peak_bytes
-        total[schedule.rank_of(stage)] += item.plan.host_bytes + max(0, held[stage] - 1) * values
-    return max(total)
+        own = item.plan.host_memory
+        ranks[schedule.rank_of(stage)].update({**own, "saved": held[stage] * own.get("saved", 0)})
+    return {kind: bytes_ for kind, bytes_ in max(ranks, key=Counter.total).items() if bytes_}
 
 
 def _chart(simulation: Simulation) -> tuple[Bar, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from autopar.folding import fold_keys
@@ -79,15 +79,24 @@ def _collectives(left: Plan, right: Plan) -> Iterator[str]:
 
 
 def _memory(left: Plan, right: Plan) -> Iterator[str]:
-    if not (left.memory and right.memory):
-        return
+    if left.memory and right.memory:
+        yield from _by_kind("at the peak", left.memory, right.memory)
+    yield from _by_kind("on the host", _host_memory(left), _host_memory(right))
+
+
+def _host_memory(plan: Plan) -> Mapping[str, int]:
+    """By kind, where that is known."""
+    return plan.host_memory or {"in all": plan.host_bytes}
+
+
+def _by_kind(place: str, left: Mapping[str, int], right: Mapping[str, int]) -> Iterator[str]:
     changed = [
-        f"{kind.replace('_', ' ')} {bytes_text(left.memory.get(kind, 0))} -> {bytes_text(right.memory.get(kind, 0))}"
-        for kind in dict.fromkeys((*left.memory, *right.memory))
-        if left.memory.get(kind, 0) != right.memory.get(kind, 0)
+        f"{kind.replace('_', ' ')} {bytes_text(left.get(kind, 0))} -> {bytes_text(right.get(kind, 0))}"
+        for kind in dict.fromkeys((*left, *right))
+        if left.get(kind, 0) != right.get(kind, 0)
     ]
     if changed:
-        yield f"  at the peak: {', '.join(changed)}"
+        yield f"  {place}: {', '.join(changed)}"
 
 
 def _decision(text: str, pairs: list[tuple[PlanEntry, PlanEntry]]) -> str:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autopar.report.figures import NOISE_S, bytes_text, seconds_text, signed
+from autopar.report.figures import NOISE_S, bytes_text, host_text, seconds_text, signed
 from autopar.sharding.layout import format_layout
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def _paragraph(plan: Plan, item: Explanation) -> Iterator[str]:
         )
     if entry.kind == "parameter" and entry.residency == "offload":
         yield "  it lies on the host, with its gradient and optimizer state, and is copied to the device to be read"
+        if plan.host_bytes:
+            yield f"  in all, {host_text(plan)}"
     elif entry.residency == "recompute":
         yield "  its value is recomputed in the backward"
     elif entry.residency not in ("", "keep"):

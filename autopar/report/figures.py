@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -51,6 +51,20 @@ def peak_text(plan: Plan) -> str:
     """`1.2 GB per rank of 73.6 GB allowed`."""
     limit = f" of {bytes_text(plan.memory_limit_bytes)} allowed" if plan.memory_limit_bytes else ""
     return f"{bytes_text(plan.peak_bytes)} per rank{limit}"
+
+
+def kinds_text(memory: Mapping[str, int]) -> str:
+    """`parameter 1.2 GB, gradient 600 MB`: bytes by kind, the most first."""
+    ranked = sorted(memory.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in ranked if bytes_)
+
+
+def host_text(plan: Plan) -> str:
+    """`2.4 GB on the host (parameter 1.2 GB, ...)`; nothing where nothing lies there."""
+    if not plan.host_bytes:
+        return ""
+    kinds = f" ({kinds_text(plan.host_memory)})" if plan.host_memory else ""
+    return f"{bytes_text(plan.host_bytes)} on the host{kinds}"
 
 
 def rendered(*parts: object) -> str:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from autopar.folding import fold_keys
-from autopar.report.figures import bytes_text, mesh_text, peak_text, seconds_text
+from autopar.report.figures import bytes_text, host_text, mesh_text, peak_text, seconds_text
 from autopar.report.measured import check_recording
 from autopar.report.page_measured import expert_parts, gantt_parts, measured_parts
 from autopar.report.page_parts import NOT_FOUND, SCRIPT, STYLE, chart, data_table
@@ -81,6 +81,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         ("communication in it, hidden or not", seconds_text(plan.communication_s)),
         ("recomputation in it", seconds_text(plan.recompute_s)),
         ("peak memory", peak_text(plan)),
+        *([("beside it", host_text(plan))] if plan.host_bytes else []),
         ("mesh", mesh_text(plan)),
         ("hardware", plan.hardware),
         ("search", plan.search),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from autopar.report.figures import NOT_PRICED, bytes_text, peak_text, rendered, seconds_text, title_text
+from autopar.report.figures import NOT_PRICED, bytes_text, host_text, peak_text, rendered, seconds_text, title_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan, StagePlan
@@ -34,9 +34,10 @@ def _headline(plan: Plan) -> str:
     )
     if not plan.step_s:
         return f"{head}{NOT_PRICED}"
+    host = f"\n{host_text(plan)}" if plan.host_bytes else ""
     return (
         f"{head}predicted step {seconds_text(plan.step_s)}, bubble {pipeline.bubble:.1%} of it; "
-        f"peak memory {peak_text(plan)}"
+        f"peak memory {peak_text(plan)}{host}"
     )
 
 

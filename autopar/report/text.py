@@ -10,7 +10,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from autopar.folding import fold_keys
-from autopar.report.figures import NOT_PRICED, bytes_text, peak_text, rendered, seconds_text, title_text
+from autopar.report.figures import (
+    NOT_PRICED,
+    bytes_text,
+    host_text,
+    kinds_text,
+    peak_text,
+    rendered,
+    seconds_text,
+    title_text,
+)
 from autopar.report.stages import stages_text
 from autopar.sharding.layout import format_layout
 
@@ -105,15 +114,9 @@ def collectives_text(moves: Iterable[MoveCost]) -> str:
 def _memory_line(plan: Plan) -> str:
     if not plan.memory:
         return "memory by kind: not measured"
-    kinds = sorted(plan.memory.items(), key=lambda item: -item[1])
-    host = f"; on the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else ""
+    host = f"\n{host_text(plan)}" if plan.host_bytes else ""
     note = "" if plan.optimizer != "none" else "; no optimizer= was named, so its state is not counted"
-    return (
-        "memory at the peak: "
-        + ", ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in kinds if bytes_)
-        + host
-        + note
-    )
+    return f"memory at the peak: {kinds_text(plan.memory)}{note}{host}"
 
 
 def _costliest(plan: Plan) -> str:

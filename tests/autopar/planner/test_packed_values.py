@@ -68,6 +68,7 @@ def test_the_pool_of_the_host_holds_what_is_offloaded_and_the_device_does_not() 
     plan, kept = planned("offload"), planned("keep")
     run = autopar.run_virtual(model, (2,), example_inputs=x, plan=plan)
     assert all(bytes_ == plan.host_bytes > 0 for bytes_ in run.host_bytes) and kept.host_bytes == 0
+    assert plan.host_memory == {"saved": plan.host_bytes} and not kept.host_memory
     assert plan.memory.get("saved", 0) < kept.memory["saved"] and plan.step_s > kept.step_s
 
 
