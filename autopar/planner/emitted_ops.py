@@ -20,6 +20,7 @@ from autopar.planner.node_prices import collective_call, compute_seconds, comput
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.sharding.op_call import spec_of
+from autopar.stages.assign import size_of
 
 COMPUTE = "compute"
 
@@ -96,6 +97,9 @@ class _Walk:
                 step = self.prices.hosted_optimizer if node.meta.get(ON_HOST) else self.prices.optimizer
                 seconds = step(optimizer, full[node.name], node.meta["layout"]) / self.prices.microbatches
                 self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
+                if node.meta.get(ON_HOST) and self.prices.microbatches > 1:
+                    added_s = self.prices.hosted_sum(size_of(node))
+                    self._compute(f"add to the gradient of {names[node.name]}", added_s, "on the host")
 
 
 def _detail(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autopar.capture.program import results_of
 from autopar.passes.collectives import collective_kind, is_wait
+from autopar.passes.copies import OFFLOAD, is_copy_wait
 from autopar.passes.storages import storages_of
 from autopar.stages.assign import size_of
 
@@ -34,7 +35,7 @@ class GraphStorages:
     bytes: Mapping[int, int]
     last: Mapping[int, int]
     made_bytes: npt.NDArray[np.int64]
-    dense_bytes: tuple[int, ...]  # of each result, as if it lay contiguously
+    dense_bytes: tuple[int, ...]  # of each result on the device, as if it lay contiguously
     packed: tuple[bool, ...]  # of each result, whether it does not
     _peaks: dict[tuple[Lent, ...], int] = field(default_factory=dict)
 
@@ -103,9 +104,14 @@ def graph_storages(gm: fx.GraphModule, held_anyway: Set[int]) -> GraphStorages:
         bytes_,
         {storage: last[storage] for storage in lent},
         np.cumsum(changes[:-1]),
-        tuple(0 if node is None else size_of(node) for node in outputs),
+        tuple(0 if node is None or _is_on_host(node) else size_of(node) for node in outputs),
         tuple(is_packed(node) for node in outputs),
     )
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Whether a value is a copy on the host."""
+    return is_copy_wait(node) and node.all_input_nodes[0].target is OFFLOAD
 
 
 def is_packed(node: fx.Node | None) -> bool:

@@ -8,7 +8,7 @@ of it: the parameters share the time between their first readers, and the gradie
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -41,21 +41,21 @@ class Window:
 @dataclass(frozen=True)
 class Hosting:
     """The parameters of a program that may lie on the host. `fixed`: names, where they lie there already and no others
-    do. `is_allowed`: whether any may, but for those."""
+    do. `kept`: by name, why a parameter stays on its device whatever is asked."""
 
     decisions: Sequence[Decision]
     prices: Prices
     optimizer: Optimizer = NO_OPTIMIZER
     fixed: Set[str] | None = None
-    is_allowed: bool = True
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, index: int) -> str:
         """Why a decision is of no parameter that may lie on the host; nothing where it is."""
         decision = self.decisions[index]
         if decision.kind != "parameter":
             return "it is no parameter"
-        if not self.is_allowed:
-            return "parameters of a pipeline's stages stay on their devices"
+        if decision.name in self.kept:
+            return self.kept[decision.name]
         if self.optimizer.shards_replicas:
             return f"{self.optimizer.name} is divided among the replicas, which gather what they step on their devices"
         if not decision.specs[0] or not decision.specs[0].shape or index not in self._copies:
@@ -87,7 +87,8 @@ class Hosting:
         return tuple(index for index in self.candidates if pins.get(index) in (None, "recompute"))
 
     def seconds(self, index: int, pick: int) -> float:
-        """What it costs that a parameter lies on the host, in a layout: its copies, and its step there."""
+        """What it costs that a parameter lies on the host, in a layout: its copies, and a microbatch's share of the sum
+        of gradients and of the step there."""
         decision = self.decisions[index]
         copy_s: float = self.prices.host_copy(self._shard_bytes(index, pick))
         windows = [*self._copies.get(index, ()), *self._gradients.get(index, ())]
@@ -96,8 +97,9 @@ class Hosting:
         if index in self._gradients:
             spec, layout = decision.specs[0], decision.strategies[pick].outputs[0]
             assert spec is not None
-            total += self.prices.hosted_optimizer(self.optimizer, spec, layout)
-            total -= self.prices.optimizer(self.optimizer, spec, layout)
+            step_s = self.prices.hosted_optimizer(self.optimizer, spec, layout)
+            step_s -= self.prices.optimizer(self.optimizer, spec, layout)
+            total += step_s / self.prices.microbatches + self.prices.hosted_sum(self._shard_bytes(index, pick))
         return total
 
     def hidden_s(self, index: int) -> tuple[float, ...]:

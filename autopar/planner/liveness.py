@@ -7,7 +7,7 @@ where it is made; tensors saved for the backward stay to their last reader there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -24,8 +24,8 @@ from autopar.passes.storages import storages_of, view_root
 Kind = Literal["parameter", "buffer", "input", "gradient", "output", "saved", "activation", "gathered", "collective"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """saved: read by the backward. collective: what a collective wrote, and what ops of the same move made of it; gathered:
-the same of a parameter, and a copy on the device of one that lies on the host."""
-HOST: Literal["host"] = "host"  # what is offloaded, and parameters that lie there: counted apart
+the same of a parameter, and a copy on the device of one that lies on the host. What is offloaded and what lies on the
+host counts apart, by the same kinds."""
 
 _INPUT_KINDS: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 Storage = int  # identity of a fake storage within one program
@@ -41,33 +41,41 @@ class Timeline:
     born: tuple[int, ...]  # bytes that begin to live with each node
     labels: tuple[tuple[str, str], ...] = ()  # per node, what it is called and the user's line
     lifetimes: tuple[Lifetime, ...] = ()
-    host_memory: Mapping[str, int] = field(default_factory=dict)  # bytes by kind where the most lies on the host
+    host_by_kind: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)  # the same of the host
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
         """Live bytes while each node runs, its result and what it reads included."""
-        return tuple(map(sum, zip(*self.bytes_by_kind.values(), strict=True)))
+        return _sums(self.bytes_by_kind)
 
     @property
     def peak_bytes(self) -> int:
         return max(self.totals, default=0)
 
     @property
-    def host_peak_bytes(self) -> int:
-        """The most that lies on the host at once."""
-        return sum(self.host_memory.values())
-
-    @property
     def peak_index(self) -> int:
-        totals = self.totals
-        return totals.index(max(totals)) if totals else 0
+        return _peak_index(self.totals)
 
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes of each kind at the peak."""
-        if not self.nodes:
-            return {}
-        at = self.peak_index
-        return {kind: values[at] for kind, values in self.bytes_by_kind.items() if values[at]}
+        return _at(self.bytes_by_kind, self.peak_index) if self.nodes else {}
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """Bytes of each kind where most lies on the host."""
+        return _at(self.host_by_kind, _peak_index(_sums(self.host_by_kind))) if self.host_by_kind else {}
+
+
+def _sums(by_kind: Mapping[Kind, tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*by_kind.values(), strict=True)))
+
+
+def _peak_index(totals: Sequence[int]) -> int:
+    return totals.index(max(totals)) if totals else 0
+
+
+def _at(by_kind: Mapping[Kind, tuple[int, ...]], index: int) -> dict[str, int]:
+    return {kind: values[index] for kind, values in by_kind.items() if values[index]}
 
 
 @dataclass(frozen=True)
@@ -93,32 +101,23 @@ def predicted_timeline(local: LocalProgram) -> Timeline:
         nodes += [node for node in local.backward.graph.nodes if node.op != "output"]
     collected = _Lifetimes(local, nodes, start)
     lifetimes, host = collected.all(), collected.on_host()
-    changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
-    for life in lifetimes:
-        changes[life.kind][life.first] += life.bytes
-        changes[life.kind][life.last + 1] -= life.bytes
     born = [0] * len(nodes)
     for life in lifetimes:
         born[life.first] += life.bytes
-    by_kind = {kind: tuple(_running_sums(values[: len(nodes)])) for kind, values in changes.items()}
     names = _names(local)
     labels = tuple(_label(node, names) for node in nodes)
-    names_of = tuple(node.name for node in nodes)
-    return Timeline(names_of, by_kind, start, tuple(born), labels, tuple(lifetimes), _at_peak(host, len(nodes)))
+    names_of, by_kind = tuple(node.name for node in nodes), _alive(lifetimes, KINDS, len(nodes))
+    away = _alive(host, tuple(dict.fromkeys(life.kind for life in host)), len(nodes))
+    return Timeline(names_of, by_kind, start, tuple(born), labels, tuple(lifetimes), away)
 
 
-def _at_peak(lives: Sequence[Lifetime], count: int) -> dict[str, int]:
-    """Bytes by kind where most are alive."""
-    changes = [0] * (count + 1)
+def _alive(lives: Iterable[Lifetime], kinds: Sequence[Kind], count: int) -> dict[Kind, tuple[int, ...]]:
+    """Bytes of each kind at each index."""
+    changes = {kind: [0] * (count + 1) for kind in kinds}
     for life in lives:
-        changes[life.first] += life.bytes
-        changes[life.last + 1] -= life.bytes
-    totals = _running_sums(changes)
-    at, found = totals.index(max(totals)), dict[str, int]()
-    for life in lives:
-        if life.first <= at <= life.last and life.bytes:
-            found[life.kind] = found.get(life.kind, 0) + life.bytes
-    return found
+        changes[life.kind][life.first] += life.bytes
+        changes[life.kind][life.last + 1] -= life.bytes
+    return {kind: tuple(_running_sums(values[:count])) for kind, values in changes.items()}
 
 
 def _names(local: LocalProgram) -> dict[str, str]:
@@ -155,8 +154,8 @@ class _Lifetimes:
         self.first: dict[Storage, int] = {}
         self.last: dict[Storage, int] = {}
         self.bytes: dict[Storage, int] = {}
-        self.kind: dict[Storage, Kind | Literal["host"]] = {}
-        self.host_kind: dict[Storage, Kind] = {}  # of what lies on the host
+        self.kind: dict[Storage, Kind] = {}
+        self.away: set[Storage] = set()  # on the host
         self.made: dict[Storage, tuple[str, str]] = {}
 
     def all(self) -> list[Lifetime]:
@@ -168,18 +167,15 @@ class _Lifetimes:
                     self.last[storage] = index
             self._hold_input_of_collective(node, index)
         self._hold_results()
-        return [
-            Lifetime(self.bytes[it], kind, self.first[it], self.last[it], *self.made[it])
-            for it, kind in self.kind.items()
-            if kind != HOST
-        ]
+        return [self._life(it) for it in self.kind if it not in self.away]
 
     def on_host(self) -> list[Lifetime]:
-        """What lies on the host; after `all`."""
-        return [
-            Lifetime(self.bytes[it], kind, self.first[it], self.last[it], *self.made[it])
-            for it, kind in self.host_kind.items()
-        ]
+        """What is offloaded, and what lies on the host."""
+        return [self._life(it) for it in self.kind if it in self.away]
+
+    def _life(self, storage: Storage) -> Lifetime:
+        first, last = self.first[storage], self.last[storage]
+        return Lifetime(self.bytes[storage], self.kind[storage], first, last, *self.made[storage])
 
     def _storages(self, node: fx.Node) -> dict[Storage, int]:
         """The storages under a node's value; outputs of an op that are never picked count too."""
@@ -194,12 +190,12 @@ class _Lifetimes:
         self.made[storage] = _label(node, self.names)
         held = kind in ("parameter", "buffer", "input") and index < self.start
         self.first[storage], self.bytes[storage], self.kind[storage] = 0 if held else index, bytes_, kind
-        if kind == HOST:
-            self.host_kind[storage] = "parameter" if node.meta.get(ON_HOST) else "saved"
-
-    def _kind_of(self, node: fx.Node) -> Kind | Literal["host"]:
         if node.meta.get(ON_HOST) or node.target is OFFLOAD:
-            return HOST
+            self.away.add(storage)
+
+    def _kind_of(self, node: fx.Node) -> Kind:
+        if node.target is OFFLOAD:
+            return "saved"
         if node.op == "placeholder":
             kind = self.kinds.get(node.name)
             return "input" if kind is None else _INPUT_KINDS.get(kind, "input")
@@ -233,9 +229,6 @@ class _Lifetimes:
         """What the caller holds: inputs to the end, results from their graph's end on."""
         end = len(self.nodes) - 1
         saved = set(self.local.saved)
-        for node in self.nodes:
-            if node.meta.get(ON_HOST):
-                self.last |= dict.fromkeys(self._storages(node), end)
         for storage, kind in self.kind.items():
             if kind in ("parameter", "buffer", "input"):
                 self.last[storage] = end
@@ -251,7 +244,6 @@ class _Lifetimes:
             for storage in self._storages(node) if isinstance(node, fx.Node) else ():
                 last = end if position < count else max(self.last[storage], graph_end)
                 self.last[storage] = max(self.last[storage], last)
-                if self.kind[storage] in ("activation", "gathered", "collective"):
+                sent = storage in self.away and self.kind[storage] == "saved"
+                if sent or self.kind[storage] in ("activation", "gathered", "collective"):
                     self.kind[storage] = kind if position < count else "saved"
-                elif self.host_kind.get(storage) == "saved" and position < count:
-                    self.host_kind[storage] = kind

@@ -76,12 +76,12 @@ class Options:
     compress: str = ""  # the residency that loses precision and may be chosen, if any
     microbatches: int = 1  # of a step; the program is that of one of them
     hosted: frozenset[str] | None = None  # the parameters that lie on the host, where that is fixed already
-    hosts_parameters: bool = True  # whether any may
+    kept_on_device: Mapping[str, str] = field(default_factory=dict)  # by name, why a parameter is never on the host
 
     @property
     def of_stages(self) -> Options:
-        """For the stages of a pipeline: parameters lie on the devices, and gradients as their parameters do."""
-        return replace(self, hosts_parameters=False, optimizer=replace(self.optimizer, scatters_gradients=False))
+        """For the stages of a pipeline: gradients lie as their parameters do."""
+        return replace(self, optimizer=replace(self.optimizer, scatters_gradients=False))
 
     @property
     def search_name(self) -> str:
@@ -162,7 +162,7 @@ class Planner:
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
         )
         optimizer, hosted = self.options.optimizer, self.options.hosted
-        self.hosting = Hosting(decisions, self.prices, optimizer, hosted, is_allowed=self.options.hosts_parameters)
+        self.hosting = Hosting(decisions, self.prices, optimizer, hosted, self.options.kept_on_device)
         self.packing = Packing.of(decisions, self.prices, self.options.compress, self.hosting)
 
     def run(self) -> Planned:

@@ -56,7 +56,7 @@ class Packing:
     @cached_property
     def hosting(self) -> Hosting:
         """Which parameters may lie on the host."""
-        return self.hosted or Hosting(self.decisions, self.prices, is_allowed=False)
+        return self.hosted or Hosting(self.decisions, self.prices, fixed=frozenset())
 
     @cached_property
     def forms(self) -> SavedForms:

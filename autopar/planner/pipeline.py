@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -18,6 +18,8 @@ from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis
 from autopar.planner.pipeline_search import PipelineSearch
+from autopar.planner.residency import HOSTED
+from autopar.planner.stage_hosting import kept_on_devices
 from autopar.planner.stage_search import Proposal
 from autopar.schedules.actions import Placement, rank_of
 from autopar.sharding.layout import Layout
@@ -52,7 +54,8 @@ def plan_stages(
     boundary: dict[str, Layout] = {}
     shared: dict[str, Layout] = {}
     found: list[Planned] = []
-    constraints = _by_stage(staged.stages, options.constraints)
+    kept = kept_on_devices(staged)
+    constraints = _by_stage(staged.stages, options.constraints, kept)
     for stage, own in zip(staged.stages, constraints, strict=True):
         known = {key: layout for key, layout in boundary.items() if key in boundary_keys(stage.program)}
         own_options = replace(
@@ -63,6 +66,7 @@ def plan_stages(
             time_limit_s=options.time_limit_s / len(staged.stages),
             memory_limit_bytes=rooms[stage.index].limit_bytes if rooms else options.memory_limit_bytes,
             microbatches=staged.microbatches.of_a_step,
+            kept_on_device=kept,
         )
         if before:
             planned = _again(before[stage.index], mesh, own_options, rooms[stage.index], effort)
@@ -126,16 +130,27 @@ def _parameter_layouts(program: Program, planned: Planned, shared: Mapping[str, 
     return {item.name: planned.assignment.inputs[item.node] for item in inputs}
 
 
-def _by_stage(stages: Sequence[StageProgram], constraints: tuple[Constraint, ...]) -> list[tuple[Constraint, ...]]:
-    """The constraints that match something, stage by stage. Raises ConstraintError for one that matches nowhere."""
+def _by_stage(
+    stages: Sequence[StageProgram], constraints: tuple[Constraint, ...], kept: Collection[str]
+) -> list[tuple[Constraint, ...]]:
+    """The constraints that match something, stage by stage. Raises ConstraintError for one that matches nowhere.
+
+    One that puts parameters on the host leaves out stages where it matches none but those that are `kept` on their
+    devices, if there are others.
+    """
     names = [_names(stage.program) for stage in stages]
+    open_names = [own.difference(kept, (f"input:{name}" for name in kept)) for own in names]
+    known = {
+        item: open_names if item.layout == HOSTED and any(_matches(item, own) for own in open_names) else names
+        for item in constraints
+    }
     for item in constraints:
         if not any(_matches(item, known) for known in names):
             raise ConstraintError(
                 f"the constraint {item.pattern!r} matches no parameter, input or op of any stage",
                 fix="use the names of model.named_parameters(), `input:0`, or `module/op#0` as the plan prints them",
             )
-    return [tuple(item for item in constraints if _matches(item, known)) for known in names]
+    return [tuple(item for item in constraints if _matches(item, known[item][at])) for at in range(len(stages))]
 
 
 def _names(program: Program) -> set[str]:

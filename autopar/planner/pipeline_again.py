@@ -23,6 +23,7 @@ from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis, wit
 from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
+from autopar.planner.stage_hosting import kept_on_devices
 from autopar.schedules.actions import Schedule
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
@@ -45,11 +46,12 @@ def plan_pipeline_like(
     axis, options = pipeline_axis(mesh, len(like.stages)), options.of_stages
     assert axis is not None
     rules, inner = options.rule_book(mesh), without_axis(mesh, axis)
-    layouts: dict[str, Layout] = {}
+    layouts, hosted = dict[str, Layout](), set[str]()
     for stage, assignment in zip(like.stages, assignments, strict=True):
         for item in stage.program.inputs:
             if item.kind is InputKind.PARAMETER:
                 layouts[item.name] = assignment.inputs[item.node]
+                hosted |= {item.name} if item.node in assignment.hosted else set()
     count = min(schedule.microbatches, max(1, batch_size(program)))
     if request.accumulated:
         assert request.microbatches is not None
@@ -58,7 +60,8 @@ def plan_pipeline_like(
     else:
         pieces = cut_microbatches(program, count, rules.rules_of)
     staged = stage_program(pieces, cuts_like(anatomy(pieces.pieces[0]), like))
-    planned = plan_stages(staged, inner, replace(options, parameter_layouts=layouts, constraints=()))
+    lies = replace(options, parameter_layouts=layouts, hosted=frozenset(hosted), constraints=())
+    planned = plan_stages(staged, inner, lies)
     name = schedule.name if schedule.synchronous else "1f1b"
     own = PipelineRequest(len(like.stages), name, count, request.accumulated)
     return finished(mesh, axis, staged, planned, rules, options, own)
@@ -78,7 +81,8 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
     rules, inner = options.rule_book(mesh), without_axis(mesh, pipeline.axis)
     pieces = request.pieces(program, pipeline.microbatches, rules.rules_of)
     staged = stage_program(pieces, _cuts_at(anatomy(pieces.pieces[0]), plan))
-    layouts, spread = _boundary_of(plan), replace(options, microbatches=pieces.of_a_step)
+    layouts = _boundary_of(plan)
+    spread = replace(options, microbatches=pieces.of_a_step, kept_on_device=kept_on_devices(staged))
     planned = tuple(
         price_choice(stage.program, inner, spread, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
         for stage, own in zip(staged.stages, plan.stages, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from autopar.planner.make import MEMORY_FRACTION, Options, Planned
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
 from autopar.planner.program_hash import program_hash
 from autopar.planner.rank_memory import rank_peaks
+from autopar.planner.stage_hosting import rank_host_memory
 from autopar.planner.stage_memory import call_bytes
 from autopar.planner.stage_plans import StageCosts, stage_costs
 from autopar.schedules.actions import Schedule
@@ -66,8 +66,8 @@ def finished(
     simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
     held = in_flight(schedule)
     always = call_bytes(staged)
+    host_memory = rank_host_memory(schedule, planned, held)
     most = tuple(always + bytes_ for bytes_ in rank_peaks(staged, schedule, [cost.storages for cost in costs]))
-    host_memory = _host_memory(schedule, planned, held)
     plan = Plan(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
@@ -96,16 +96,6 @@ def finished(
 def _pipeline(axis: int, schedule: Schedule, simulation: Simulation, request: PipelineRequest) -> Pipeline:
     name, bubble = request.schedule or schedule.name, bubble_fraction(simulation)
     return Pipeline(axis, name, schedule.microbatches, schedule.virtual_stages, bubble, request.semantics)
-
-
-def _host_memory(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> dict[str, int]:
-    """By kind, of the rank that holds most: the state of its optimizers, and the offloaded values of all that is in
-    flight."""
-    ranks = [Counter[str]() for _ in schedule.ranks]
-    for stage, item in enumerate(planned):
-        own = item.plan.host_memory
-        ranks[schedule.rank_of(stage)].update({**own, "saved": held[stage] * own.get("saved", 0)})
-    return {kind: bytes_ for kind, bytes_ in max(ranks, key=Counter.total).items() if bytes_}
 
 
 def _chart(simulation: Simulation) -> tuple[Bar, ...]:

@@ -263,6 +263,11 @@ class Prices:
         state = float(optimizer.all_bytes(spec, layout, self.mesh.shape))
         return float(host_step_price(self.device, own, own, state).value)
 
+    def hosted_sum(self, bytes_: float) -> float:
+        """Seconds that a microbatch bears of adding up gradients on the host: all but the first add theirs."""
+        added = 1 - 1 / self.microbatches
+        return added * float(host_step_price(self.device, bytes_, bytes_, 0.0).value) if added else 0.0
+
     def optimizer_prices(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> list[Priced]:
         """What `optimizer` adds up."""
         cut = optimizer.layout(spec, layout, self.mesh.shape)

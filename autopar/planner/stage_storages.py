@@ -55,8 +55,8 @@ class StageStorages:
     """The storages of a stage's graphs. What other actions hold anyway is left out: weights, what is on the host, and
     inputs of the call of which a rank's part is a view of the whole.
 
-    `weights`: bytes of each; `fixed`: the same with the optimizer's state. `received`: by kind and name, bytes of what
-    comes of other stages.
+    `weights`: bytes of each on the device; `fixed`: the same with the optimizer's state. `received`: by kind and name,
+    bytes of what comes of other stages.
     """
 
     graphs: StageGraphs
@@ -118,20 +118,23 @@ def stage_storages(staged: Staged, planned: Planned, graphs: StageGraphs) -> Sta
     }
     state = _optimizer_state(planned)
     weights = {
-        item.name: sum(storages_of(nodes[item.node]).values()) for item in items if item.kind is InputKind.PARAMETER
+        item.name: 0 if item.node in planned.assignment.hosted else sum(storages_of(nodes[item.node]).values())
+        for item in items
+        if item.kind is InputKind.PARAMETER
     }
     fixed = {name: bytes_ + state[name] for name, bytes_ in weights.items()}
     return StageStorages(graphs, _held_anyway(staged, planned), weights, fixed, received)
 
 
 def _optimizer_state(planned: Planned) -> dict[str, int]:
-    """By parameter, what the optimizer keeps for it on the fullest rank."""
+    """By parameter, what the optimizer keeps for it on the device of the fullest rank."""
     prices, found = planned.planner.prices, {}
     for decision, pick in zip(planned.planning.decisions, planned.choice, strict=True):
         if decision.kind == "parameter":
             (layout,), (spec,) = decision.strategies[pick].outputs, decision.specs
             assert spec is not None
-            found[decision.name] = planned.planner.options.optimizer.bytes(spec, layout, prices.mesh.shape)
+            state = planned.planner.options.optimizer.bytes(spec, layout, prices.mesh.shape)
+            found[decision.name] = 0 if decision.node in planned.assignment.hosted else state
     return found
 
 

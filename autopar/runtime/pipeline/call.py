@@ -17,6 +17,7 @@ from autopar.runtime.pipeline.run import BoundPipeline
 from autopar.runtime.pipeline.step import user_outputs
 from autopar.runtime.pipeline.worker import Worker
 from autopar.schedules.actions import halves
+from autopar.sharding.dtensors import as_dtensor, layout_of
 
 _ELSEWHERE = "call the module inside `with pmodel.outputs_everywhere():`, which gives it to every rank"
 
@@ -86,7 +87,7 @@ class Call:
         (scale,) = given.values()
         plain = bool(scale == 1)
         return [
-            None if (gradient := self.gradients.get(name)) is None else gradient if plain else gradient * scale
+            None if (gradient := self.gradients.get(name)) is None else gradient if plain else _scaled(gradient, scale)
             for name in self.names
         ]
 
@@ -105,6 +106,12 @@ class Call:
             if output.kind is OutputKind.BUFFER:
                 value = self.bound.everywhere(self.worker, (output.kind, output.name))
                 self.buffers[output.name].copy_(value)
+
+
+def _scaled(gradient: DTensor, scale: Tensor) -> DTensor:
+    """A gradient times a number, where the gradient lies."""
+    local = gradient.to_local()
+    return as_dtensor(local * scale.to(local.device), gradient.device_mesh, layout_of(gradient), gradient.shape)
 
 
 class PipelineFunction(torch.autograd.Function):

@@ -31,6 +31,15 @@ class Gathered:
             for held, new in zip(self.gradients[key], value, strict=True):
                 held.add_(new)
 
+    def add_on_host(self, stage: int, name: str, value: Value) -> None:
+        """Add to a gradient that lies on the host: to the first microbatch's, which is a copy of nothing else."""
+        key = stage, name
+        if key not in self.gradients:
+            self.gradients[key] = value
+            return
+        for held, new in zip(self.gradients[key], value, strict=True):
+            held.add_(new)
+
     def clear_gradients(self, stage: int) -> None:
         for key in [key for key in self.gradients if key[0] == stage]:
             del self.gradients[key]

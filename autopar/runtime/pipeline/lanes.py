@@ -33,6 +33,9 @@ class Lanes(Protocol):
     def sum(self, first: Value, second: Value) -> Value:
         """Each lane's sum."""
 
+    def settle_host(self) -> None:
+        """Wait until all copies to the host and back are complete: what lies there may then be read and written."""
+
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
         """Each lane's part of a full value."""
 
@@ -52,6 +55,10 @@ class RealLane:
 
     def sum(self, first: Value, second: Value) -> Value:
         return [first[0] + second[0]]
+
+    def settle_host(self) -> None:
+        if self.mesh.device_type != "cpu":
+            torch.accelerator.current_stream().synchronize()
 
     def laid_out(self, full: Tensor, layout: Layout) -> Value:
         return [in_layout(full, self.mesh, layout)]
@@ -81,10 +88,19 @@ class VirtualLanes:
                 sums.append(one + other)
         return sums
 
+    def settle_host(self) -> None:
+        """The host is the device."""
+
     def held(self, value: Value) -> Value:
         """The same value, counted as what each lane holds."""
         for tracker, part in zip(self.memory.trackers, value, strict=True):
             tracker.hold([part])
+        return value
+
+    def held_on_host(self, value: Value) -> Value:
+        """The same value, counted as what each lane holds on the host."""
+        for tracker, part in zip(self.memory.trackers, value, strict=True):
+            tracker.hold([part], on_host=True)
         return value
 
     def laid_out(self, full: Tensor, layout: Layout) -> Value:

@@ -34,7 +34,7 @@ from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
 from autopar.runtime.session import Session, model_key
 from autopar.runtime.step import PlanLike
-from autopar.sharding.dtensors import as_dtensor, layout_of
+from autopar.sharding.dtensors import as_dtensor, layout_of, on_device, to_host
 from autopar.sharding.layout import Layout, replicated
 from autopar.torch_compat import apply_function
 
@@ -106,6 +106,7 @@ class PipelineModule(ParallelModule):
         bound, plan = self._staged(args, kwargs, like=None)
         parameters, buffers = self._distributed(bound)
         mirror(module, self, parameters, buffers)
+        session.hosted = bound.hosted
         session.first = self._agreed_key(args, kwargs)
         session.steps[session.first] = bound, plan
         if optimizer is not None:
@@ -307,7 +308,7 @@ class PipelineModule(ParallelModule):
                 continue
             if place.rank == rank:
                 assert held is not None
-                full = cast(DTensor, held.grad).full_tensor().contiguous()
+                full = on_device(cast(DTensor, held.grad)).full_tensor().contiguous()
             else:
                 full = torch.empty(known[name].shape, dtype=known[name].dtype, device=device)
             found[name] = place.broadcast(full, rank)
@@ -387,6 +388,8 @@ class PipelineModule(ParallelModule):
         for name, buffer in model.named_buffers():
             filled = made.buffers.get(name) if made is not None else None
             buffers[name] = replicated_buffer(buffer if filled is None else filled, session.mesh)
+        for name in bound.hosted:
+            to_host(cast(DTensor, parameters[name]))
         missing = made.missing if made is not None else frozenset[str]()
         known: dict[str, Tensor] = {**buffers, **parameters}
         session.note_empty({name: known[name] for name in missing if name in known})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -81,6 +81,11 @@ class BoundPipeline:
             step.staged.given if given is None else given, counter=counter,
         )  # fmt: skip
 
+    @cached_property
+    def hosted(self) -> frozenset[str]:
+        """The parameters of this rank's stages that lie on the host."""
+        return frozenset(name for variants in self.variants.values() for name in variants[0].hosted)
+
     @property
     def expert_counts(self) -> tuple[ExpertCount, ...]:
         """What the forwards of this rank's stages count."""
@@ -128,6 +133,8 @@ class BoundPipeline:
 
         The worker lets go of its own, so that nothing is held twice.
         """
+        if self.hosted:
+            self.lane.settle_host()
         own: dict[str, list[Tensor]] = {}
         for key in sorted(worker.gathered.gradients):
             own.setdefault(key[1], []).append(worker.gathered.gradients.pop(key)[0])

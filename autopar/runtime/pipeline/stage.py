@@ -56,6 +56,11 @@ class StageVariant:
         return {item.node: item for item in self.program.inputs}
 
     @cached_property
+    def hosted(self) -> frozenset[str]:
+        """The parameters that lie on the host, by name."""
+        return frozenset(self.inputs[node].name for node in self.assignment.hosted)
+
+    @cached_property
     def forward_names(self) -> list[str]:
         return placeholder_names(self.forward[0])
 

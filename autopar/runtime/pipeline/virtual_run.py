@@ -61,7 +61,8 @@ class VirtualPipeline:
             lanes = self.lanes[step.schedule.rank_of(stage)]
             for item in variants[0].program.inputs:
                 if item.kind is InputKind.PARAMETER:
-                    self.weights[stage, item.name] = self._held_already(stage, item.name) or lanes.held(
+                    hold = lanes.held_on_host if item.name in variants[0].hosted else lanes.held
+                    self.weights[stage, item.name] = self._held_already(stage, item.name) or hold(
                         lanes.laid_out(parameters[item.name].detach(), variants[0].input_layout(item.node))
                     )
 
@@ -160,7 +161,8 @@ class VirtualPipeline:
             found[output.kind][output.name] = self._full(output.kind, output.name)
         outputs = {**found[OutputKind.LOSS], **found[OutputKind.OUTPUT]}
         peaks = tuple(peak for lanes in self.lanes for peak in lanes.memory.peak_bytes)
-        return VirtualRun(outputs, found[OutputKind.GRADIENT], found[OutputKind.BUFFER], peaks)
+        on_host = tuple(peak for lanes in self.lanes for peak in lanes.memory.host_peak_bytes)
+        return VirtualRun(outputs, found[OutputKind.GRADIENT], found[OutputKind.BUFFER], peaks, on_host)
 
     def _full(self, kind: OutputKind, name: str) -> Tensor:
         staged, schedule = self.step.staged, self.step.schedule

@@ -276,9 +276,16 @@ class Worker:
             if shard_dim(placement) is not None:
                 self.gathered.outputs[output.kind, output.name][item] = value
             elif isinstance(placement, Partial) or item == 0:
-                self.gathered.add(stage, output.name, value, self.lanes)
+                self._add(variant, stage, output.name, value)
         if between:
             self._give("gradient", stage, item, between)
+
+    def _add(self, variant: StageVariant, stage: int, name: str, value: Value) -> None:
+        if name in variant.hosted:
+            self.lanes.settle_host()
+            self.gathered.add_on_host(stage, name, value)
+        else:
+            self.gathered.add(stage, name, value, self.lanes)
 
 
 def _what(action: Action) -> str:

@@ -184,6 +184,19 @@ def test_a_saved_plan_is_followed() -> None:
     assert again.hash == plan.hash and (again.peak_bytes, again.host_bytes) == (plan.peak_bytes, plan.host_bytes)
 
 
+def test_values_on_the_host_are_told_apart_from_parameters() -> None:
+    model, x = layers()
+    pins = {"*.weight": "offload", "*/tanh#0": "offload"}
+    plan = autopar.make_plan(
+        nn.Sequential(model, nn.Tanh(), nn.Linear(64, 1)), (1,), example_inputs=x, constraints=pins
+    )
+    assert plan.host_memory == {"parameter": 4 * (6 * 64 * 64 + 64), "gradient": 4 * (6 * 64 * 64 + 64)}
+    alone = autopar.make_plan(
+        nn.Sequential(nn.Tanh(), nn.Linear(64, 1)), (1,), example_inputs=x, constraints={"*/tanh#0": "offload"}
+    )
+    assert alone.host_memory == {"saved": x.nbytes}
+
+
 def test_half_precision_casts_the_copy_and_scaled_gradients_go_back_wide() -> None:
     model, x = layers()
     plan = planned("fsdp", precision="bf16")
@@ -197,8 +210,6 @@ def test_what_cannot_lie_on_the_host_is_refused() -> None:
     keywords: dict[str, Any] = {"example_inputs": x, "constraints": {"0.weight": "offload"}}
     with pytest.raises(ConstraintError, match="divided among the replicas"):
         autopar.make_plan(model, (2,), optimizer=sharded, **keywords)
-    with pytest.raises(ConstraintError, match="pipeline"):
-        autopar.make_plan(model, (2,), stages=2, **keywords)
     data = planned("ddp", "").to_json()
     data["residency"] = {"0.weight": "compress"}
     with pytest.raises(PlanError, match="it is a parameter"):
