@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from autopar.errors import UnsupportedOptionError
 from autopar.optim.closure_step import ClosureStep
 from autopar.optim.cut import Cut, cut_of, gradient_of, local_of
+from autopar.sharding.dtensors import host_copy
 from autopar.sharding.layout import REPLICATE, Layout, chunk, local_shape, shard_dim
 from autopar.torch_compat import run_load_hooks
 
@@ -110,8 +111,9 @@ class ShardedState(ClosureStep):
                 self.state[parameter] = self.inner.state[part]
 
     def _refreshed(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter, with its gradient; made anew, with its state, if the parameter was laid out anew."""
-        if isinstance(parameter, DTensor) and self._layouts[parameter] != tuple(parameter.placements):
+        """The part of a parameter, with its gradient; made anew, with its state, if the parameter was laid out anew, or
+        lies elsewhere: on the host, or back on the device."""
+        if isinstance(parameter, DTensor) and not self._is_current(parameter):
             before = self._parts[parameter]
             part = self._part(parameter)
             state = self.inner.state.pop(before, None)
@@ -123,6 +125,11 @@ class ShardedState(ClosureStep):
             if parameter.grad is not None:
                 part.grad = _own_gradient(parameter, cut_of(part))
         return part
+
+    def _is_current(self, parameter: DTensor) -> bool:
+        """Whether the part that was made of a parameter is a view of what that holds now."""
+        held, part = local_of(parameter).untyped_storage(), local_of(self._parts[parameter]).untyped_storage()
+        return self._layouts[parameter] == tuple(parameter.placements) and held.data_ptr() == part.data_ptr()
 
     def _part(self, parameter: Tensor) -> Tensor:
         """What the inner optimizer steps: a view of this rank's part of the shard that it holds, or the parameter."""
@@ -158,10 +165,13 @@ def _narrowed(held: Tensor, cut: Cut, fine: Cut) -> Tensor:
 
 
 def _moved(value: Any, part: Tensor) -> Any:
-    """A state tensor as long as the parameter, in the part's layout; others are brought there by their optimizer, as
-    what lies on the host is."""
+    """A state tensor as long as the parameter, in the part's layout, and on the host if that lies there; others are
+    brought there by their optimizer, as what lies on the host of a part on the device is."""
     if not isinstance(value, DTensor) or not isinstance(part, DTensor) or value.shape != part.shape:
         return value
+    if local_of(part).device.type != part.device_mesh.device_type:
+        there = cut_of(part)
+        return there.whole(host_copy(there.part(value)))
     if value.to_local().device.type != value.device_mesh.device_type:
         return value
     return value.redistribute(part.device_mesh, part.placements)

@@ -21,6 +21,8 @@ from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.planner.residency import HOSTED
 from autopar.planner.saved_values import late_decisions, moment, roots_of
+from autopar.sharding.layout import Layout
+from autopar.sharding.op_call import TensorSpec
 from autopar.sharding.strategies import local_bytes
 
 LEAST = 1e-3  # of the bytes of all parameters: a smaller one stays on the device, whatever happens
@@ -56,8 +58,6 @@ class Hosting:
             return "it is no parameter"
         if decision.name in self.kept:
             return self.kept[decision.name]
-        if self.optimizer.shards_replicas:
-            return f"{self.optimizer.name} is divided among the replicas, which gather what they step on their devices"
         if not decision.specs[0] or not decision.specs[0].shape or index not in self._copies:
             return "it has no dims, or nothing reads it"
         return ""
@@ -89,17 +89,16 @@ class Hosting:
     def seconds(self, index: int, pick: int) -> float:
         """What it costs that a parameter lies on the host, in a layout: its copies, and a microbatch's share of the sum
         of gradients and of the step there."""
-        decision = self.decisions[index]
-        copy_s: float = self.prices.host_copy(self._shard_bytes(index, pick))
-        windows = [*self._copies.get(index, ()), *self._gradients.get(index, ())]
+        copy_s = self.prices.host_copy(self._shard_bytes(index, pick))
+        sent_s = self.prices.host_copy(self._gradient_bytes(index, pick))
+        found = [(copy_s, self._copies.get(index, ())), (sent_s, self._gradients.get(index, ()))]
         overlap = self.prices.mesh.profile.overlap
-        total: float = sum(copy_s - overlap * min(copy_s, window.hiding_s) for window in windows)
+        total = sum(each - overlap * min(each, window.hiding_s) for each, windows in found for window in windows)
         if index in self._gradients:
-            spec, layout = decision.specs[0], decision.strategies[pick].outputs[0]
-            assert spec is not None
+            spec, layout = self._place(index, pick)
             step_s = self.prices.hosted_optimizer(self.optimizer, spec, layout)
             step_s -= self.prices.optimizer(self.optimizer, spec, layout)
-            total += step_s / self.prices.microbatches + self.prices.hosted_sum(self._shard_bytes(index, pick))
+            total += step_s / self.prices.microbatches + self.prices.hosted_sum(self._gradient_bytes(index, pick))
         return total
 
     def hidden_s(self, index: int) -> tuple[float, ...]:
@@ -108,7 +107,7 @@ class Hosting:
 
     def bytes(self, index: int, pick: int) -> int:
         """What a parameter on the device holds there at the end of the step: its shard, gradient and state."""
-        gradient = self._shard_bytes(index, pick) if index in self._gradients else 0
+        gradient = self._gradient_bytes(index, pick) if index in self._gradients else 0
         return int(self.decisions[index].bytes[pick]) + gradient
 
     def away(self, index: int, pick: int) -> Iterator[Life]:
@@ -116,7 +115,7 @@ class Hosting:
         count = len(self.decisions)
         yield 0, moment(count, 0, count), float(self.decisions[index].bytes[pick])
         for window in self._gradients.get(index, ()):
-            yield moment(window.end, 0, count), moment(count, 0, count), float(self._shard_bytes(index, pick))
+            yield moment(window.end, 0, count), moment(count, 0, count), float(self._gradient_bytes(index, pick))
 
     def copies(self, index: int, pick: int) -> Iterator[Life]:
         """What a parameter on the host holds on the device: its copies."""
@@ -125,10 +124,18 @@ class Hosting:
             yield moment(window.start, 0, count), moment(window.end, 0, count), float(self._shard_bytes(index, pick))
 
     def _shard_bytes(self, index: int, pick: int) -> int:
-        decision = self.decisions[index]
-        spec = decision.specs[0]
+        return local_bytes(*self._place(index, pick), self.prices.mesh.shape)
+
+    def _gradient_bytes(self, index: int, pick: int) -> int:
+        """Of the gradient that is sent, of which a rank may have a part alone."""
+        (spec, layout), shape = self._place(index, pick), self.prices.mesh.shape
+        return local_bytes(spec, self.optimizer.gradient_layout(spec, layout, shape), shape)
+
+    def _place(self, index: int, pick: int) -> tuple[TensorSpec, Layout]:
+        """A parameter, and how it lies."""
+        spec = self.decisions[index].specs[0]
         assert spec is not None
-        return local_bytes(spec, decision.strategies[pick].outputs[0], self.prices.mesh.shape)
+        return spec, self.decisions[index].strategies[pick].outputs[0]
 
     @cached_property
     def _late(self) -> list[bool]:

@@ -258,10 +258,14 @@ class Prices:
         return float(total(self.optimizer_prices(optimizer, spec, layout)))
 
     def hosted_optimizer(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> float:
-        """Seconds of the step of a parameter that lies on the host, where its state is too."""
-        own = float(local_bytes(spec, layout, self.mesh.shape))
+        """Seconds of the step of a parameter that lies on the host, where its state is too; parts that replicas have
+        stepped are gathered on their devices."""
+        cut = optimizer.layout(spec, layout, self.mesh.shape)
+        own, held = (float(local_bytes(spec, item, self.mesh.shape)) for item in (cut, layout))
         state = float(optimizer.all_bytes(spec, layout, self.mesh.shape))
-        return float(host_step_price(self.device, own, own, state).value)
+        seconds = float(host_step_price(self.device, own, own, state).value)
+        gathers = self._gather_prices(optimizer, spec, layout)
+        return seconds + (float(total(gathers)) + self.host_copy(own) + self.host_copy(held) if gathers else 0.0)
 
     def hosted_sum(self, bytes_: float) -> float:
         """Seconds that a microbatch bears of adding up gradients on the host: all but the first add theirs."""
@@ -274,10 +278,16 @@ class Prices:
         own = float(local_bytes(spec, cut, self.mesh.shape))
         state = float(optimizer.all_bytes(spec, layout, self.mesh.shape))
         away = float(optimizer.host_bytes(spec, layout, self.mesh.shape))
-        steps = reshard_steps(spec, cut, layout, self.mesh.shape, self.collective) if cut != layout else ()
         found = [replace(optimizer_step_price(self.device, own, own, state), label="optimizer step")]
         if away:  # both ways at once: while the state of one parameter goes, that of another comes
             found.append(host_copy_price(self.device, away))
+        return found + self._gather_prices(optimizer, spec, layout)
+
+    def _gather_prices(self, optimizer: Optimizer, spec: TensorSpec, layout: Layout) -> list[Priced]:
+        """Of gathering the parts of a parameter that its replicas have stepped."""
+        cut = optimizer.layout(spec, layout, self.mesh.shape)
+        steps = reshard_steps(spec, cut, layout, self.mesh.shape, self.collective) if cut != layout else ()
+        found: list[Priced] = []
         for step in steps:
             found += self.move_prices(step.collective or "slice", step.bytes, step.axis, step.copied_bytes)
         return found

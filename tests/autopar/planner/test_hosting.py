@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import autopar
 from autopar.capture.trace import capture
+from autopar.cost_models.compute import host_step_price
 from autopar.cost_models.hardware import load_profile
 from autopar.errors import ConstraintError, MemoryLimitError, PlanError
 from autopar.planner.budget import Budget
@@ -29,6 +31,7 @@ from autopar.planner.prices import Prices
 from autopar.planner.residency import USUAL, Residency
 from autopar.report.page import report_page
 from autopar.search import solve
+from autopar.sharding.op_call import TensorSpec
 
 ADAMW = torch.optim.AdamW
 
@@ -36,6 +39,17 @@ ADAMW = torch.optim.AdamW
 def layers(width: int = 64, count: int = 6) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count))), torch.randn(16, width)
+
+
+class WithScalar(nn.Module):
+    """A parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * x).sum()
 
 
 def planned(search: str, word: str = "offload", **keywords: Any) -> autopar.Plan:
@@ -204,12 +218,52 @@ def test_half_precision_casts_the_copy_and_scaled_gradients_go_back_wide() -> No
     assert report.ok and report.peak_bytes == plan.peak_bytes - plan.memory["optimizer_state"], report.table
 
 
+SHARDED = functools.partial(autopar.optim.ShardedState, optimizer=ADAMW)
+ON_HOST = functools.partial(autopar.optim.HostState, optimizer=ADAMW)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_state_divided_among_replicas_goes_along(stage: int) -> None:
+    model, x = layers()
+    optimizer = functools.partial(SHARDED, stage=stage)
+    given: dict[str, Any] = {"example_inputs": x, "search": "ddp", "optimizer": optimizer}
+    plan = autopar.make_plan(model, (2,), constraints={"*.weight": "offload"}, **given)
+    kept = autopar.make_plan(model, (2,), **given)
+    weights, biases = 6 * 64 * 64 * 4, 6 * 64 * 4
+    assert plan.host_memory == {"parameter": weights, "gradient": weights // stage, "optimizer_state": weights}
+    assert plan.memory["optimizer_state"] == biases  # half of two moments
+    assert plan.peak_bytes < kept.peak_bytes and plan.step_s > kept.step_s
+    report = autopar.verify(model, (2,), example_inputs=x, plan=plan, optimizer=optimizer)
+    assert report.ok and report.peak_bytes == plan.peak_bytes - biases, report.table
+    run = autopar.run_virtual(model, (2,), example_inputs=x, plan=plan, optimizer=optimizer)
+    assert run.host_bytes == (plan.host_bytes - weights,) * 2
+
+
+def test_state_of_replicas_that_lies_on_the_host_by_itself_is_counted_once() -> None:
+    model, x = layers()
+    optimizer = functools.partial(autopar.optim.ShardedState, optimizer=ON_HOST)
+    given: dict[str, Any] = {"example_inputs": x, "search": "ddp", "optimizer": optimizer}
+    weights, biases = 6 * 64 * 64 * 4, 6 * 64 * 4
+    plan = autopar.make_plan(model, (2,), constraints={"*.weight": "offload"}, **given)
+    assert plan.host_memory["optimizer_state"] == weights + biases
+
+
+def test_replicas_gather_what_they_step_over_the_host_link() -> None:
+    profile = load_profile("a100")
+    prices, spec = Prices(autopar.Mesh((4,), hardware=profile)), TensorSpec((1 << 20,), torch.float32, (1,))
+    whole, part = optimizer_of(ADAMW), optimizer_of(SHARDED)
+    layout = (Replicate(),)
+    step_s = host_step_price(profile.device, 1 << 20, 1 << 20, 1 << 21).value
+    more_s = prices.hosted_optimizer(part, spec, layout) - step_s
+    copies_s = prices.host_copy(1 << 20) + prices.host_copy(1 << 22)
+    assert copies_s < more_s < copies_s + prices.optimizer(part, spec, layout)
+    assert prices.hosted_optimizer(whole, spec, layout) == pytest.approx(4 * step_s, rel=1e-2)
+
+
 def test_what_cannot_lie_on_the_host_is_refused() -> None:
     model, x = layers()
-    sharded = functools.partial(autopar.optim.ShardedState, optimizer=ADAMW)
-    keywords: dict[str, Any] = {"example_inputs": x, "constraints": {"0.weight": "offload"}}
-    with pytest.raises(ConstraintError, match="divided among the replicas"):
-        autopar.make_plan(model, (2,), optimizer=sharded, **keywords)
+    with pytest.raises(ConstraintError, match="it has no dims, or nothing reads it"):
+        autopar.make_plan(WithScalar(), (2,), example_inputs=x, constraints={"scale": "offload"})
     data = planned("ddp", "").to_json()
     data["residency"] = {"0.weight": "compress"}
     with pytest.raises(PlanError, match="it is a parameter"):

@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.optim import SM3, Adafactor, Adam8bit, HostState
+from autopar.optim import SM3, Adafactor, Adam8bit, HostState, ShardedState
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.sharding.dtensors import as_dtensor, to_host
 from autopar.torch_compat import swap_content
@@ -30,6 +30,12 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": partial(Adafactor, lr=1e-2),
     "adam8bit": partial(Adam8bit, lr=1e-2),
     "host state": partial(HostState, optimizer=torch.optim.AdamW, lr=1e-2),
+}
+DIVIDED: dict[str, Any] = {
+    "stage 1": partial(ShardedState, optimizer=torch.optim.AdamW, lr=1e-2),
+    "stage 2": partial(ShardedState, optimizer=torch.optim.AdamW, stage=2, lr=1e-2),
+    "adafactor": partial(ShardedState, optimizer=Adafactor, lr=1e-2),
+    "host state": partial(ShardedState, optimizer=partial(HostState, optimizer=torch.optim.AdamW), lr=1e-2),
 }
 
 
@@ -56,9 +62,10 @@ def assert_same(pmodel: nn.Module, model: nn.Module) -> None:
 def train(search: str, optimizer: str, lazily: bool) -> None:
     model, mesh = mlp(), init_device_mesh("cpu", (2,))
     given: dict[str, Any] = {} if lazily else {"example_inputs": rows(0)}
-    pmodel = autopar.compile(mlp(), mesh, search=search, constraints=HOST, **given)
+    factory = {**OPTIMIZERS, **{f"divided {name}": item for name, item in DIVIDED.items()}}[optimizer]
+    pmodel = autopar.compile(mlp(), mesh, search=search, constraints=HOST, optimizer=factory, **given)
     pmodel.load_state_dict(model.state_dict())
-    own, other = OPTIMIZERS[optimizer](pmodel.parameters()), OPTIMIZERS[optimizer](model.parameters())
+    own, other = factory(pmodel.parameters()), factory(model.parameters())
     for seed in range(4):
         for module, stepping in ((pmodel, own), (model, other)):
             stepping.zero_grad()
@@ -76,6 +83,31 @@ def train(search: str, optimizer: str, lazily: bool) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_steps_parameters_on_the_host(optimizer: str) -> None:
     run_on_ranks(train, 2, "fsdp", optimizer, False)
+
+
+@pytest.mark.parametrize("optimizer", DIVIDED)
+def test_replicas_divide_the_state_of_parameters_on_the_host(optimizer: str) -> None:
+    run_on_ranks(train, 2, "ddp", f"divided {optimizer}", optimizer == "stage 1")
+
+
+def follow_a_parameter() -> None:
+    """To the host and back, as far as a CPU can tell: to other memory, with other values."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Replicate()]))
+    alone = nn.Parameter(torch.ones(4, 2))
+    optimizer, other = DIVIDED["stage 1"]([parameter]), torch.optim.AdamW([alone], lr=1e-2)
+    for step in range(3):
+        parameter.grad = distribute_tensor(torch.full((4, 2), step + 1.0), mesh, [Replicate()])
+        alone.grad = torch.full((4, 2), step + 1.0)
+        optimizer.step(), other.step()
+        held, parameter.grad = parameter.detach().to_local() / 2, None
+        alone.data.div_(2)
+        swap_content(parameter, as_dtensor(held, mesh, (Replicate(),), (4, 2)))
+    torch.testing.assert_close(full(parameter), alone.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_part_of_a_parameter_is_that_of_where_it_lies_now() -> None:
+    run_on_ranks(follow_a_parameter, 2)
 
 
 def test_replicas_and_lazy_modules_have_them_too() -> None:
