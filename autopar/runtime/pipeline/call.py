@@ -64,6 +64,8 @@ class Call:
     def run_forward(self) -> tuple[Tensor, ...]:
         """Run the forward half of the schedule."""
         self.bound.follow(self.worker, halves(self.bound.actions)[0])
+        if self.bound.hosted:
+            self.bound.lane.settle_host()
         return self._results()
 
     def _results(self) -> tuple[Tensor, ...]:

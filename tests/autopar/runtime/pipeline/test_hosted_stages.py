@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+import tempfile
+from functools import partial
+from typing import Any, cast
+from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.pipeline.lanes import RealLane
 from tests.autopar.planner.test_stage_memory import Layers
 from tests.gloo import run_on_ranks
 
@@ -61,6 +67,76 @@ def test_one_stage_on_each_rank() -> None:
 
 def test_two_stages_on_each_rank() -> None:
     run_on_ranks(train, 2, "interleaved", 4)
+
+
+def own_step() -> None:
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), Layers()
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    pmodel = autopar.compile(
+        Layers(), mesh, example_inputs=batch(0), microbatches=4, schedule="1f1b", constraints=HOST, optimizer=adamw
+    )
+    other = adamw(model.parameters())
+    for seed in range(3):
+        other.zero_grad()
+        loss = model(*batch(seed))
+        loss.backward()
+        other.step()
+        torch.testing.assert_close(pmodel.train_step(*batch(seed)), loss.detach(), rtol=1e-5, atol=1e-6)
+    assert_same(pmodel, model)
+
+
+def test_the_step_that_owns_its_optimizers_trains_them_too() -> None:
+    run_on_ranks(own_step, 2)
+
+
+def save_and_load(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    def made(constraints: dict[str, str]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        pmodel = autopar.compile(
+            Layers(),
+            mesh,
+            example_inputs=batch(0),
+            microbatches=4,
+            schedule="1f1b",
+            search="ddp",
+            constraints=constraints,
+        )
+        return pmodel, torch.optim.AdamW(pmodel.parameters(), lr=1e-2)
+
+    pmodel, optimizer = made(HOST)
+    pmodel(*batch(1)).backward()
+    optimizer.step()
+    state, of_optimizer = get_state_dict(pmodel, optimizer)
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+    for constraints in ({}, HOST):
+        fresh, stepping = made(constraints)
+        state, of_optimizer = get_state_dict(fresh, stepping)
+        dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+        set_state_dict(fresh, stepping, model_state_dict=state, optim_state_dict=of_optimizer)
+        for name, parameter in fresh.named_parameters():
+            full, saved = (cast(DTensor, it.detach()).full_tensor() for it in (parameter, pmodel.get_parameter(name)))
+            torch.testing.assert_close(full, saved, rtol=0, atol=0)
+
+
+def test_checkpoints_load_with_and_without_a_host() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_ranks(save_and_load, 2, folder)
+
+
+def wait_for_copies() -> list[int]:
+    """How often a rank waited for its copies in a call that computes no gradients: with parameters there, without."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    for constraints in (HOST, {}):
+        pmodel = autopar.compile(Layers(), mesh, example_inputs=batch(0), microbatches=2, constraints=constraints)
+        with torch.no_grad(), mock.patch.object(RealLane, "settle_host") as waited:
+            pmodel(*batch(1))
+        found.append(waited.call_count)
+    return found
+
+
+def test_parameters_may_be_written_after_a_call_without_gradients() -> None:
+    assert run_on_ranks(wait_for_copies, 2) == [[1, 0], [1, 0]]
 
 
 def lie() -> list[str]:
