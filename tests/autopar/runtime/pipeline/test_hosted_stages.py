@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from unittest import mock
 
 import torch
