@@ -41,11 +41,15 @@ class InFlightFit(Fit):
 
 
 def saving_less(fit: Fit, start: Fitted, less_bytes: int) -> Fitted | None:
-    """The cheapest residency found that saves so much less than a measured one, at no higher peak; None for none."""
+    """The cheapest residency found that saves so much less than a measured one, at no higher peak; None for none.
+
+    Parameters lie where they lay: to put one on the host frees the rank once, and not of every microbatch.
+    """
     peak = start.measured.peak_bytes
     end = max(0, start.measured.timeline.backward_start - 1)
     beside = peak - int(start.measured.totals[end]) + less_bytes
     given = {item.name: getattr(fit, item.name) for item in fields(Fit)}
+    given["packing"] = fit.packing.hosting_only(start.residency.hosted)
     own = InFlightFit(**given, beside_bytes=beside)
     fitted, _ = own.under(peak, own.counted(start))
     return None if fitted is None else replace(fitted, measured=own.known[fitted.residency])

@@ -9,8 +9,8 @@ hid them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -52,6 +52,11 @@ class Packing:
         """
         exact = ("compress",) if prices.device.is_host else ("offload", "compress")
         return cls(decisions, prices, (*exact, lossy) if lossy else exact, hosted)
+
+    def hosting_only(self, hosted: Set[int]) -> Packing:
+        """The same, where these parameters lie on the host and no others may."""
+        names = frozenset(self.decisions[index].name for index in hosted)
+        return replace(self, hosted=replace(self.hosting, fixed=names))
 
     @cached_property
     def hosting(self) -> Hosting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -166,7 +167,8 @@ def _matches(constraint: Constraint, names: set[str]) -> bool:
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: PipelineRequest) -> PlannedPipeline:
     """Plan a program as a pipeline along one axis of the mesh. Raises MemoryLimitError where nothing tried fits.
 
-    Where no number of microbatches fits, one is tried: the gradients of several are held beside their sum.
+    Where no number of microbatches fits, one is tried, as the gradients of several are held beside their sum, and
+    parameters are put on the host; the faster of both is taken.
     """
     _refuse_input_gradients(program)
     options = options.of_stages
@@ -175,15 +177,22 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     search = PipelineSearch(program, mesh, axis, options, request, options.rule_book(mesh))
     try:
         return _first_that_fits(search)
-    except MemoryLimitError:
-        whole = search.of_one_microbatch()
-        if whole is None:
-            raise
-        try:
-            return _first_that_fits(whole)
-        except (PlanError, ScheduleError, MemoryLimitError):
-            pass
-        raise
+    except MemoryLimitError as error:
+        hosting, whole = search.on_host(), search.of_one_microbatch()
+        found = _fitting(hosting, whole) or _fitting(whole and whole.on_host())
+        if found:
+            return min(found, key=lambda it: it.plan.step_s)
+        beside = ", nor with parameters on the host" if hosting is not None else ""
+        raise MemoryLimitError(f"{error.what}{beside}", where=error.where, fix=error.fix) from error
+
+
+def _fitting(*searches: PipelineSearch | None) -> list[PlannedPipeline]:
+    """What further searches find."""
+    found = []
+    for search in searches:
+        with suppress(PlanError, ScheduleError, MemoryLimitError):
+            found += [] if search is None else [_first_that_fits(search)]
+    return found
 
 
 def _first_that_fits(search: PipelineSearch) -> PlannedPipeline:
@@ -273,7 +282,8 @@ def _fits(result: PlannedPipeline, limits: Sequence[int]) -> bool:
 def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[Room]:
     """What each stage may hold, so that its rank keeps to its limit with all microbatches that are in flight.
 
-    What a rank holds too much is taken from all that it has in flight; a rank that fits stays as it is.
+    What a rank holds too much is taken from all that it has in flight, but where parameters are on the host from one
+    microbatch: it is freed once by one more there. A rank that fits stays as it is.
     """
     held, idle = [0] * len(limits), [0] * len(limits)
     for stage in result.plan.stages:
@@ -282,7 +292,8 @@ def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[Room]:
     own = []
     for stage in result.plan.stages:
         over = MARGIN * max(0, result.rank_peaks[stage.rank] - limits[stage.rank])
-        limit = max(1, stage.plan.peak_bytes - math.ceil(over / max(1, held[stage.rank])))
+        shares = 1 if result.stages[stage.number].assignment.hosted else max(1, held[stage.rank])
+        limit = max(1, stage.plan.peak_bytes - math.ceil(over / shares))
         own.append(Room(limit, math.ceil(over / idle[stage.rank]) if idle[stage.rank] else 0))
     return own
 

@@ -9,7 +9,7 @@ from autopar.capture.program import OutputKind, Program
 from autopar.cost_models.hardware import axis_links
 from autopar.errors import AutoparError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
-from autopar.planner.cuts import places, places_at, same_cuts
+from autopar.planner.cuts import Places, places, places_at, same_cuts
 from autopar.planner.make import MEMORY_FRACTION, Options, Planner
 from autopar.planner.microbatch_counts import Reference, reference_counts, segments_between, sensible_counts
 from autopar.planner.pipeline_request import (
@@ -20,6 +20,7 @@ from autopar.planner.pipeline_request import (
 )
 from autopar.planner.prices import Prices
 from autopar.planner.segments import Segments, Shares, merged, segments_of, shares_of
+from autopar.planner.stage_hosting import Hosted, hosted_parameters
 from autopar.planner.stage_search import IN_FLIGHT, Line, Proposal, proposals, shapes
 from autopar.sharding.discovery.book import RuleBook
 from autopar.stages.accumulated import refuse_stale_buffers
@@ -33,7 +34,8 @@ SHARE_OF_TIME = 0.25  # of the planning time, for the layouts that the stage sea
 
 @dataclass
 class PipelineSearch:
-    """`limits_bytes`: of each pipeline rank."""
+    """`limits_bytes`: of each pipeline rank. `hosting`: which parameters it counts on the host; the plans of the stages
+    put no more there than they have to."""
 
     program: Program
     mesh: Mesh
@@ -41,6 +43,7 @@ class PipelineSearch:
     options: Options
     request: PipelineRequest
     rules: RuleBook
+    hosting: Hosted = Hosted.PINNED
     _pieces: dict[int, Microbatches] = field(default_factory=dict)
     _anatomies: dict[int, Anatomy] = field(default_factory=dict)
 
@@ -96,6 +99,18 @@ class PipelineSearch:
             return None
         return replace(self, request=replace(self.request, microbatches=1), _pieces={}, _anatomies={})
 
+    def on_host(self) -> PipelineSearch | None:
+        """The same search, with all parameters on the host that may be there; None where that changes nothing."""
+        every = hosted_parameters(self.program, self.options, Hosted.ALL)
+        asynchronous = self.request.is_asynchronous
+        if asynchronous or self.inner.profile.device.is_host or every == self._hosted:
+            return None
+        return replace(self, hosting=Hosted.ALL)
+
+    @cached_property
+    def _hosted(self) -> frozenset[str]:
+        return hosted_parameters(self.program, self.options, self.hosting)
+
     def staged(self, proposal: Proposal) -> Staged:
         """The program cut as proposed."""
         staged = stage_program(self._cut(proposal.microbatches), proposal.cuts)
@@ -130,8 +145,13 @@ class PipelineSearch:
 
     def segments(self, count: int) -> Segments:
         """The segments of one of `count` microbatches."""
-        prices, found = Prices(self.inner), self._anatomy(count)
-        return segments_of(found, merged(places(found, prices)), prices, self.options.optimizer, self._shares)
+        found = self._anatomy(count)
+        return self._segments(count, merged(places(found, Prices(self.inner))))
+
+    def _segments(self, count: int, known: Places) -> Segments:
+        prices = Prices(self.inner, microbatches=self._cut(count).of_a_step)
+        optimizer = self.options.optimizer
+        return segments_of(self._anatomy(count), known, prices, optimizer, self._shares, self._hosted)
 
     def _foreseen(self, count: int) -> Segments:
         """The segments of one of `count` microbatches, from those of two other numbers where there are many."""
@@ -155,9 +175,7 @@ class PipelineSearch:
         same = same_cuts(self._anatomy(first), own.cuts, found)
         if same is None:
             return None
-        prices = Prices(self.inner)
-        known = places_at(found, same, prices)
-        other = segments_of(found, known, prices, self.options.optimizer, self._shares)
+        other = self._segments(second, places_at(found, same, Prices(self.inner)))
         return Reference(size / first, own), Reference(size / second, other)
 
     @cached_property

@@ -6,7 +6,7 @@ without such a plan (one rank, or none that fits) those of the whole op, shared 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,19 +59,29 @@ class Segments:
     sync_s: Numbers  # once a step
 
 
-def segments_of(found: Anatomy, known: Places, prices: Prices, optimizer: Optimizer, shares: Shares) -> Segments:
-    """The segments of a microbatch between places where it may be cut."""
-    table = _Table(found, known, prices)
+def segments_of(
+    found: Anatomy,
+    known: Places,
+    prices: Prices,
+    optimizer: Optimizer,
+    shares: Shares,
+    hosted: Set[str] = frozenset(),
+) -> Segments:
+    """The segments of a microbatch between places where it may be cut. `hosted`: the parameters that lie on the host,
+    which are copied beside what computes in their segment."""
+    table = _Table(found, known, prices, hosted)
     forward_s, backward_s = table.seconds(shares)
+    forward_copies_s, backward_copies_s, sums_s, step_s = table.hosting(optimizer, shares)
+    exposed = 1 - prices.mesh.profile.overlap
     crossing = np.concatenate([known.sent_bytes, [0.0]])
     return Segments(
         known.cuts,
-        forward_s,
-        backward_s,
+        np.maximum(forward_s, forward_copies_s) + exposed * np.minimum(forward_s, forward_copies_s),
+        np.maximum(backward_s, backward_copies_s) + exposed * np.minimum(backward_s, backward_copies_s) + sums_s,
         table.fixed(optimizer) * shares.state,
         table.saved() * shares.saved,
         crossing * shares.saved,
-        table.sync(shares),
+        table.sync(shares) + step_s,
     )
 
 
@@ -128,12 +138,14 @@ def merged(found: Places) -> Places:
 class _Table:
     """Sums over the ops of each segment."""
 
-    def __init__(self, found: Anatomy, known: Places, prices: Prices) -> None:
+    def __init__(self, found: Anatomy, known: Places, prices: Prices, hosted: Set[str]) -> None:
         self.found, self.prices, self.count = found, prices, len(known.seconds)
         self.assignment = assign_stages(found, known.cuts)
         self.parameters = found.program.named_inputs(InputKind.PARAMETER)
         self.home = {name: min(self.assignment.parameter_stages[node]) for name, node in self.parameters.items()
                      if self.assignment.parameter_stages[node]}  # fmt: skip
+        self.hosted = {name for name in hosted & self.home.keys()
+                       if len(self.assignment.parameter_stages[self.parameters[name]]) == 1}  # fmt: skip
 
     def seconds(self, shares: Shares) -> tuple[Numbers, Numbers]:
         """(of the forward, of the backward)."""
@@ -149,16 +161,34 @@ class _Table:
 
     def fixed(self, optimizer: Optimizer) -> Numbers:
         """Bytes of parameters, with optimizer state; of those that are trained, with gradients. A parameter that
-        several segments read counts with each that is not next to one that reads it too."""
+        several segments read counts with each that is not next to one that reads it too, wherever it is to lie."""
         trained = set(self.assignment.addends)
         found, one = np.zeros(self.count), replicated(1)
         for name, node in self.parameters.items():
+            if name in self.hosted:
+                continue
             bytes_ = size_of(node)
             if name in trained:
                 bytes_ += GRADIENT_COPIES * size_of(node) + optimizer.bytes(spec_of(node.meta["val"]), one, (1,))
             readers = self.assignment.parameter_stages[node]
             for stage in readers:
                 found[stage] += 0 if stage - 1 in readers else bytes_
+        return found
+
+    def hosting(self, optimizer: Optimizer, shares: Shares) -> Numbers:
+        """What parameters on the host take: (copies of the forward, of the backward, sums of gradients there, once a
+        step the optimizer's). Copies there and back run at once."""
+        trained, found = set(self.assignment.addends), np.zeros((4, self.count))
+        whole = replicated(len(self.prices.mesh.shape))
+        for name in sorted(self.hosted):
+            node = self.parameters[name]
+            bytes_ = size_of(node) * shares.state
+            sums_s = step_s = 0.0
+            if name in trained:
+                sums_s = self.prices.hosted_sum(bytes_)
+                step_s = self.prices.hosted_optimizer(optimizer, spec_of(node.meta["val"]), whole) * shares.state
+            copy_s = self.prices.host_copy(bytes_)
+            found[:, self.home[name]] += [copy_s, copy_s if self.found.late else 0.0, sums_s, step_s]
         return found
 
     def sync(self, shares: Shares) -> Numbers:

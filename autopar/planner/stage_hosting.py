@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 
-from autopar.capture.program import InputKind
-from autopar.planner.make import Planned
+from autopar.capture.program import InputKind, Program
+from autopar.folding import name_matches
+from autopar.planner.make import Options, Planned
+from autopar.planner.residency import HOSTED
 from autopar.schedules.actions import Schedule
 from autopar.stages.staged import Staged
 
@@ -22,6 +25,24 @@ def kept_on_devices(staged: Staged) -> dict[str, str]:
         names = (item.name for item in staged.program.inputs if item.kind is InputKind.PARAMETER)
         return dict.fromkeys(names, "an asynchronous schedule updates it while microbatches are under way")
     return dict.fromkeys(staged.first.shared, "several stages read it, and sum its gradient on their devices")
+
+
+class Hosted(Enum):
+    """The parameters that the search for cuts counts on the host: those that are pinned there, or all that may be."""
+
+    PINNED = auto()
+    ALL = auto()
+
+
+def hosted_parameters(program: Program, options: Options, which: Hosted) -> frozenset[str]:
+    """The names of the parameters that lie on the host, or may; some of them stages may turn out to share."""
+    pins = [item for item in options.constraints if item.layout in ("keep", HOSTED)]
+    found = set[str]()
+    for name, node in program.named_inputs(InputKind.PARAMETER).items():
+        words = {item.layout for item in pins if name_matches(name, item.pattern)}
+        if node.meta["val"].dim() and (HOSTED in words or (which is Hosted.ALL and not words)):
+            found.add(name)
+    return frozenset(found)
 
 
 def rank_host_memory(schedule: Schedule, planned: Sequence[Planned], held: Sequence[int]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import ConstraintError
+from autopar.arguments import make_options
+from autopar.capture.trace import capture
+from autopar.cost_models.hardware import load_profile
+from autopar.errors import ConstraintError, MemoryLimitError
+from autopar.planner.pipeline_request import PipelineRequest
+from autopar.planner.pipeline_search import PipelineSearch
+from autopar.planner.segments import Segments
 from tests.autopar.planner.test_stage_memory import Layers
 
 HOST = {"*.weight": "offload"}
@@ -68,13 +75,28 @@ def test_what_the_host_holds_is_told_by_kind() -> None:
     assert (followed.hash, followed.host_memory, followed.notes) == (plan.hash, plan.host_memory, ())
 
 
-def test_copies_cost_time_and_sums_on_the_host_too() -> None:
-    hosted, kept = planned(PAIR), planned(PAIR, constraints={})
-    assert hosted.step_s > kept.step_s
-    alone = planned(PAIR, microbatches=1).stages[0], planned(PAIR, microbatches=1, constraints={}).stages[0]
-    of_four = hosted.stages[0], kept.stages[0]
-    more = [ours.backward_weight_s - theirs.backward_weight_s for ours, theirs in (of_four, alone)]
-    assert more[0] > more[1]  # one microbatch has nothing to add to
+def test_copies_cost_time() -> None:
+    slow, fast = (planned(on_host(host_bytes_per_s=rate)) for rate in (1e9, 1e14))
+    kept = planned(PAIR, constraints={})
+    assert slow.step_s > fast.step_s > kept.step_s
+    assert slow.stages[0].forward_s > fast.stages[0].forward_s == pytest.approx(kept.stages[0].forward_s, rel=0.1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_sums_on_the_host_cost_time_from_the_second_microbatch_on(microbatches: int) -> None:
+    slow = planned(on_host(host_step_bytes_per_s=1e9), microbatches=microbatches)
+    fast = autopar.make_plan(Layers(), on_host(host_step_bytes_per_s=1e14), example_inputs=inputs(), plan=slow)
+    for ours, theirs in zip(slow.stages, fast.stages, strict=True):
+        moved = 3 * WEIGHT * sum(name.endswith("weight") for name in ours.parameters)  # two read, one written
+        more_s = ours.backward_weight_s - theirs.backward_weight_s
+        assert more_s == pytest.approx(moved / 1e9 * (microbatches - 1) / microbatches, rel=1e-3, abs=1e-12)
+    assert slow.step_s > fast.step_s  # the step of the optimizer is there in any case
+
+
+def on_host(**rates: float) -> autopar.Mesh:
+    """Two stages on devices whose hosts have these rates."""
+    profile = load_profile("a100")
+    return autopar.Mesh((2,), ("pp",), hardware=replace(profile, device=replace(profile.device, **rates)))
 
 
 class Tied(nn.Module):
@@ -107,6 +129,84 @@ def test_what_stages_share_stays_and_the_rest_goes(microbatches: int) -> None:
 def test_stages_that_update_while_they_run_keep_their_parameters() -> None:
     with pytest.raises(ConstraintError, match="an asynchronous schedule updates it"):
         planned(PAIR, "pipedream")
+
+
+class Deep(nn.Module):
+    """Eight wide layers and a loss: parameters weigh more than what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def limited(mesh: autopar.Mesh, limit: int | None, **given: Any) -> autopar.Plan:
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    options = {"optimizer": ADAMW, "memory_limit_bytes": limit, **given}
+    plan = autopar.make_plan(Deep(), mesh, example_inputs=x, **options)
+    assert autopar.verify(Deep(), mesh, example_inputs=x, plan=plan, optimizer=ADAMW).ok
+    return plan
+
+
+def hosted_in(plan: autopar.Plan) -> set[str]:
+    return {entry.key for entry in plan.every_entry if entry.kind == "parameter" and entry.residency == "offload"}
+
+
+def test_the_search_puts_parameters_on_the_host_where_nothing_else_fits() -> None:
+    roomy = limited(PAIR, None)
+    assert not hosted_in(roomy) and not roomy.host_bytes
+    found = [limited(PAIR, int(part * roomy.peak_bytes)) for part in (0.7, 0.3)]
+    for plan in found:
+        assert plan.memory_limit_bytes is not None and plan.peak_bytes <= plan.memory_limit_bytes
+    assert 0 < len(hosted_in(found[0])) < len(hosted_in(found[1])) <= 8
+    assert roomy.step_s < found[0].step_s < found[1].step_s
+
+
+def test_layouts_of_stages_and_what_lies_on_the_host_are_chosen_together() -> None:
+    limit = limited(FOUR, None).peak_bytes // 5
+    plan = limited(FOUR, limit)
+    assert plan.peak_bytes <= limit and hosted_in(plan)
+
+
+def test_what_nothing_makes_fit_is_refused_with_what_was_tried() -> None:
+    roomy = limited(PAIR, None)
+    with pytest.raises(MemoryLimitError, match="nor with parameters on the host"):
+        limited(PAIR, roomy.peak_bytes // 50)
+    for given in (
+        {"constraints": {"*.weight": "keep", "*.bias": "keep"}},
+        {"schedule": "pipedream", "microbatches": 2},
+    ):
+        with pytest.raises(MemoryLimitError) as refusal:
+            limited(PAIR, roomy.peak_bytes // 2, **given)
+        assert "on the host" not in refusal.value.what
+    with pytest.raises(MemoryLimitError) as refusal:  # its host is itself
+        limited(autopar.Mesh((2,), ("pp",), hardware="cpu"), roomy.peak_bytes // 2)
+    assert "on the host" not in refusal.value.what
+
+
+def test_cuts_are_sought_in_the_memory_that_pinned_parameters_leave_free() -> None:
+    limit = limited(PAIR, None).peak_bytes // 2
+    program = capture(Deep(), (torch.randn(32, 128),), {}, device="cpu")
+
+    def table(constraints: dict[str, str], mesh: autopar.Mesh = PAIR) -> Segments:
+        options = make_options("ilp", limit, ADAMW, constraints, None)
+        request = PipelineRequest(2, "1f1b", 4)
+        search = PipelineSearch(program, mesh, 0, options.of_stages, request, options.rule_book(mesh))
+        return search.segments(4)
+
+    kept, pinned = table({}), table(HOST)
+    share = kept.fixed_bytes.sum() / (8 * 129)  # of a weight of 128 x 128 and a bias of 128, a row
+    assert pinned.fixed_bytes.sum() == pytest.approx(8 * share)
+    assert (pinned.forward_s >= kept.forward_s).all() and (pinned.backward_s > kept.backward_s).all()
+    assert (pinned.sync_s > kept.sync_s).all()
+    assert limited(PAIR, limit, constraints=HOST).peak_bytes <= limit
+    eight = autopar.Mesh((2, 2, 2), ("pp", "dp", "tp"), hardware="a100")
+    assert (table(HOST, eight).fixed_bytes < table({}, eight).fixed_bytes).all()
 
 
 def test_accumulated_batches_add_up_on_the_host() -> None:
