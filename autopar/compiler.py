@@ -15,11 +15,12 @@ from autopar.capture.program import Program
 from autopar.capture.trace import capture
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.passes.expert_places import ExpertPlaces, Groups
 from autopar.passes.local_call import RankGeometry
-from autopar.passes.pipeline import emit
+from autopar.passes.pipeline import LocalProgram, emit
 from autopar.plan import Plan
 from autopar.planner.build import PlanningProblem
-from autopar.planner.expert_places import place_anew
+from autopar.planner.expert_places import bytes_of_copies, place_anew
 from autopar.planner.follow import price_choice
 from autopar.planner.hosting import Hosting
 from autopar.planner.make import Options, Planned, plan_program
@@ -31,7 +32,6 @@ from autopar.planner.program_hash import program_hash
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
 from autopar.runtime.checks import RankGroup
-from autopar.runtime.experts.rebalance import Groups
 from autopar.runtime.inputs import first_microbatch, microbatches_of
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
@@ -75,10 +75,22 @@ class Compiler:
         return CompiledStep(program, assignment, local, plan)
 
     def place_experts(
-        self, load: Sequence[Sequence[float]], current: Sequence[Groups], *, move_cost: float, time_limit_s: float
-    ) -> Sequence[Groups]:
+        self,
+        load: Sequence[Sequence[float]],
+        current: Sequence[ExpertPlaces],
+        *,
+        replicas: int | None,
+        move_cost: float,
+        time_limit_s: float,
+    ) -> Sequence[tuple[Groups, Groups]]:
         """See `StepCompiler`."""
-        return place_anew(load, current, move_cost=move_cost, time_limit_s=time_limit_s)
+        computed, owned = [item.computed for item in current], [item.owned for item in current]
+        return place_anew(load, computed, owned, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s)
+
+    def copy_bytes(self, step: CompiledStep, local: LocalProgram) -> int:
+        """See `StepCompiler`."""
+        assert isinstance(step.plan, Plan)
+        return bytes_of_copies(step.plan, step.local, local)
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         return capture(model, args, kwargs, device=self.mesh.device_type, precision=self.options.precision)

@@ -15,12 +15,14 @@ class ExpertCount:
     """A count of choices by expert, of the tokens that one rank has.
 
     `layer`: the path of the module. `axes`: the mesh axes whose ranks have other tokens. `spans`: first and end of the
-    experts that are held together, by group of ranks; one span where every rank holds all.
+    experts that are held together, by group of ranks; one span where every rank holds all. `holders`: the mesh axes
+    along which the groups stand.
     """
 
     layer: str
     axes: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    holders: tuple[int, ...]
 
 
 def observed(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -40,11 +40,24 @@ def expert_counts(index: Tensor, first: int, experts: int) -> Tensor:
     return torch.bincount(torch.where(own, index - first, experts).flatten(), minlength=experts + 1)[:experts].clone()
 
 
-@op("expert_slots(Tensor index, Tensor slots) -> Tensor")
-def expert_slots(index: Tensor, slots: Tensor) -> Tensor:
-    """`index` with the slot in which each expert stands, of `slots` [experts], for its number; dropped choices stay."""
-    is_expert = (index >= 0) & (index < slots.shape[0])
-    return torch.where(is_expert, slots[index.clamp(0, slots.shape[0] - 1)], index)
+@op("expert_places(Tensor index, Tensor places, SymInt start) -> Tensor")
+def expert_places(index: Tensor, places: Tensor, start: int) -> Tensor:
+    """`index` with a place of each expert for its number, of `places` [experts, most], -1 behind an expert's last.
+
+    The choices of an expert take its places in turn, in their order, from place number `start` on, so that each gets
+    equally many but for one. Dropped choices stay. Equal inputs give the same places on every device.
+    """
+    experts, most = places.shape
+    is_expert = (index >= 0) & (index < experts)
+    number = index.clamp(0, experts - 1)
+    if most == 1:
+        return torch.where(is_expert, places[number, 0], index)
+    chosen = torch.where(is_expert, index, experts).flatten()
+    order, counts = torch.argsort(chosen, stable=True), torch.bincount(chosen, minlength=experts + 1)
+    turn = torch.empty_like(order)
+    turn[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[chosen[order]]
+    turn = (turn.view_as(index) + start) % (places >= 0).sum(1)[number]
+    return torch.where(is_expert, places[number, turn], index)
 
 
 @op("all_to_all_rows(Tensor rows, Tensor coming, Tensor sent, str group) -> Tensor")
@@ -93,6 +106,16 @@ def sum_by_token(rows: Tensor, token: Tensor, sent: Tensor, like: Tensor) -> Ten
     return out
 
 
+@op("sum_copies(Tensor rows, Tensor place, SymInt[] sent, SymInt count) -> Tensor")
+def sum_copies(rows: Tensor, place: Tensor, sent: Sequence[int], count: int) -> Tensor:
+    """[R, ...] that came back, sent[0] from the first rank and so on -> [count, ...]: in row place[r] the sum of the
+    rows r, in the order of the ranks, on any device."""
+    out = rows.new_zeros((count, *rows.shape[1:]))
+    for start, end in pairwise(accumulate(sent, initial=0)):
+        out.index_add_(0, place[start:end], rows[start:end])  # a row is once in what one rank gives back
+    return out
+
+
 @fake_of("expert_ranks")
 def _(index: Tensor, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     tokens, choices = index.shape
@@ -105,9 +128,14 @@ def _(index: Tensor, first: int, experts: int) -> Tensor:
     return index.new_empty(experts, dtype=torch.int64)
 
 
-@fake_of("expert_slots")
-def _(index: Tensor, slots: Tensor) -> Tensor:
+@fake_of("expert_places")
+def _(index: Tensor, places: Tensor, start: int) -> Tensor:
     return torch.empty_like(index)
+
+
+@fake_of("sum_copies")
+def _(rows: Tensor, place: Tensor, sent: Sequence[int], count: int) -> Tensor:
+    return rows.new_empty((count, *rows.shape[1:]))
 
 
 @fake_of("all_to_all_rows")

@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.program import InputKind, OutputKind
+from autopar.passes.copy_experts import copy_experts
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.passes.observed import ExpertCount
 from autopar.passes.pipeline import emit
 from autopar.passes.renumber_experts import renumber_experts
@@ -55,12 +57,12 @@ class Results:
 class BoundStep:
     """Runs the local graphs of one compiled step; takes and returns this rank's parts."""
 
-    def __init__(self, step: CompiledStep, mesh: DeviceMesh, expert_slots: Mapping[str, Tensor] | None = None) -> None:
-        """`expert_slots`: by layer whose experts were moved, int64 [experts], where each of them stands."""
+    def __init__(self, step: CompiledStep, mesh: DeviceMesh, places: Mapping[str, ExpertPlaces] | None = None) -> None:
+        """`places`: by layer whose experts were moved, where each of them stands."""
         check_inputs_divide(step.program, step.assignment)
-        if expert_slots:
-            step = _renumbered(step, expert_slots)
-        self.step, self.mesh, self.expert_slots = step, mesh, expert_slots
+        self.planned, self.mesh, self.places = step, mesh, places
+        self.copy_bytes = 0  # more than planned on this rank at the peak, with copies of experts
+        self.step = step = _placed(step, places) if places else step
         kinds = {item.node: item.kind for item in step.program.inputs}
         self._forward_nodes = placeholder_names(step.local.forward)
         backward = step.local.backward
@@ -132,18 +134,18 @@ class BoundStep:
     @cached_property
     def deferred(self) -> BoundStep:
         """The same step, with gradients that leave as they are computed: sums over ranks not yet taken."""
-        step = self.step
+        step = self.planned
         layouts = tuple(
             None if output.kind is OutputKind.GRADIENT else layout
             for output, layout in zip(step.program.outputs, step.assignment.outputs, strict=True)
         )
         assignment = replace(step.assignment, outputs=layouts)
         local = emit(step.program, assignment, geometry_of(self.mesh))
-        return BoundStep(replace(step, assignment=assignment, local=local), self.mesh, self.expert_slots)
+        return BoundStep(replace(step, assignment=assignment, local=local), self.mesh, self.places)
 
-    def with_expert_slots(self, slots: Mapping[str, Tensor]) -> BoundStep:
-        """The same step, once experts were moved for the first time."""
-        return BoundStep(self.step, self.mesh, slots)
+    def with_places(self, places: Mapping[str, ExpertPlaces]) -> BoundStep:
+        """The same step, once experts were moved."""
+        return BoundStep(self.planned, self.mesh, places)
 
     def run_forward(self, values: Mapping[str, Tensor], run: RunGraph = plainly) -> Results:
         """Run the forward graph on local values by placeholder."""
@@ -165,11 +167,15 @@ class BoundStep:
             return run(backward, values, "backward")
 
 
-def _renumbered(step: CompiledStep, slots: Mapping[str, Tensor]) -> CompiledStep:
+def _placed(step: CompiledStep, places: Mapping[str, ExpertPlaces]) -> CompiledStep:
+    geometry = step.local.geometry
+
+    def placed(gm: fx.GraphModule) -> fx.GraphModule:
+        return copy_experts(renumber_experts(gm, places, geometry), places, geometry)
+
     local = step.local
-    backward = None if local.backward is None else renumber_experts(local.backward, slots)
-    local = replace(local, forward=renumber_experts(local.forward, slots), backward=backward)
-    return replace(step, local=local)
+    backward = None if local.backward is None else placed(local.backward)
+    return replace(step, local=replace(local, forward=placed(local.forward), backward=backward))
 
 
 def placeholder_names(gm: fx.GraphModule) -> list[str]:

@@ -45,7 +45,7 @@ class Container(nn.Module):
             if tensor is not None and prefix + name in state_dict:
                 value = fitted(prefix + name, state_dict[prefix + name], tensor)
                 if name in self.orders and isinstance(value, Tensor) and value.shape == tensor.shape:
-                    value = self.orders[name].in_slots(value)
+                    value = self.orders[name].in_rows(value)
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

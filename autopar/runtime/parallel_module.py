@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,6 +24,7 @@ from autopar.errors import (
     UninitializedError,
     UnsupportedOptionError,
 )
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.recording import Recording
 from autopar.runtime.bound_step import BoundStep, RunGraph, plainly
 from autopar.runtime.checks import LARGEST, RankGroup
@@ -93,7 +94,7 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
-        experts = PlacedExperts(mesh.device_type)
+        experts = PlacedExperts()
         session = _StepSession(
             module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh), experts=experts
         )
@@ -147,21 +148,26 @@ class ParallelModule(Container):
         """
         session = self._steps
         programs = [step.step.program for step in session.steps.values()]
-        return session.counter.load(session.experts.moved(programs))
+        return session.counter.load(session.experts.placed(programs))
 
     def reset_expert_load(self) -> None:
         """Count from zero again."""
         self._steps.counter.reset()
 
-    def rebalance(self, *, move_cost: float = 0.0, time_limit_s: float = 10.0) -> Rebalance:
+    def rebalance(
+        self, *, replicas: int | None = None, move_cost: float = 0.0, time_limit_s: float = 10.0
+    ) -> Rebalance:
         """Place the experts anew over the groups of ranks that hold them, by `expert_load`, and move what they are of.
 
         Called on every rank, between an optimizer's step and the next call. Parameters, gradients and the state of
         their optimizers move; what is trained stays the same up to the order of sums. Experts keep the model's numbers
         for the router, `expert_load`, state_dict() and the optimizer's (both of which need every rank from then on);
-        the values of `parameters()` lie in the order of their places. `move_cost`: how many tokens of the load counted
+        the values of `parameters()` lie in the order of their places. `replicas`: slots of every layer in all; those
+        beyond one for each expert hold copies of what is chosen most, fetched from the owners in each step, which get
+        the gradients: nothing else knows of them. None: no copies. `move_cost`: how many tokens of the load counted
         so far a moved expert must take off the slowest group of its layer; `time_limit_s`: of the search.
-        Raises UnsupportedOptionError where no layer's experts can be moved, or an optimizer's state cannot follow.
+        Raises UnsupportedOptionError where no layer's experts can be moved, or an optimizer's state cannot follow;
+        ExpertPlacementError for replicas that do not divide; MemoryLimitError for copies beyond the plan's limit.
         """
         session, shown, parameters = self._steps, self._shown(), self._parameters_by_name()
         self._check_initialized()
@@ -180,23 +186,33 @@ class ParallelModule(Container):
                 fix="pin their weights to 'keep', and plan again",
             )
         session.ranks.all_succeed(lambda: session.experts.check_states(weights, parameters))
-        place = partial(session.compiler.place_experts, move_cost=move_cost, time_limit_s=time_limit_s)
-        groups = read_decision(session.ranks.first_decides(lambda: decide(items, place)))
-        received = 0
-        if any(item.groups != wanted for item, wanted in zip(items, groups, strict=True)):
-            received = session.experts.move(weights, groups, parameters, self)
-            self._find_experts_in_slots()
-        after = self.expert_load.holders
+        place = partial(
+            session.compiler.place_experts, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s
+        )
+        text = session.ranks.first_decides(lambda: decide(items, place, replicas))
+        wanted, received = read_decision(text, items), 0
+        if any(item.places != places for item, places in zip(items, wanted, strict=True)):
+            by_name = {name: to for item, to in zip(weights, wanted, strict=True) for name in item.parameters}
+            steps = session.ranks.all_succeed(lambda: self._steps_with(by_name))
+            received = session.experts.move(weights, wanted, parameters, self)
+            session.shown = next(steps[key] for key, step in session.steps.items() if step is shown)
+            session.steps = steps
+        copied = max((step.copy_bytes for step in session.steps.values()), default=0)
         layers = [layer for item in items for layer in item.layers]
-        return result_of(load, layers, after, kept)(session.ranks.gather(received))
+        report = result_of(load, layers, self.expert_load.holders, kept)
+        return report(*zip(*session.ranks.gather((received, copied)), strict=True))
 
-    def _find_experts_in_slots(self) -> None:
-        """Let every step look for moved experts where they are."""
-        session = self._steps
-        for key, step in session.steps.items():
-            if step.expert_slots is None:
-                session.steps[key] = step.with_expert_slots(session.experts.slots(step.step.program))
-                session.shown = session.steps[key] if session.shown is step else session.shown
+    def _steps_with(self, wanted: Mapping[str, ExpertPlaces]) -> dict[str, BoundStep]:
+        """Every step, with the experts where they are to be: by name of a parameter."""
+        experts, steps = self._steps.experts, self._steps.steps
+        return {key: self._placed(step, experts.places(step.step.program, wanted)) for key, step in steps.items()}
+
+    def _placed(self, step: BoundStep, places: Mapping[str, ExpertPlaces]) -> BoundStep:
+        """A step with its experts in their places; MemoryLimitError if it does not fit then."""
+        placed = step.with_places(places)
+        if any(item.has_copies for item in places.values()):
+            placed.copy_bytes = self._steps.compiler.copy_bytes(step.planned, placed.step.local)
+        return placed
 
     @property
     def _session(self) -> Session:
@@ -363,8 +379,8 @@ class ParallelModule(Container):
         with modes_of(self, session.model):
             step = session.compiler.compile_step(session.model, args, kwargs, parameter_layouts=layouts, hosted=hosted)
         session.ranks.agree("the plan", step.plan.hash)
-        slots = session.experts.slots(step.program) or None
-        bound = session.ranks.all_succeed(lambda: BoundStep(step, session.mesh, slots))
+        places = session.experts.places(step.program)
+        bound = session.ranks.all_succeed(lambda: self._placed(BoundStep(step, session.mesh), places))
         self._lay_out(bound)
         session.counter.expect(bound.expert_counts)
         session.experts.watch_weights(step.program, self._parameters_by_name())

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.program import Program
+from autopar.passes.expert_places import ExpertPlaces, Groups
 from autopar.passes.local_call import RankGeometry
 from autopar.passes.pipeline import LocalProgram
-from autopar.runtime.experts.rebalance import Groups
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 
@@ -55,12 +55,22 @@ class StepCompiler(Protocol):
     def place_experts(
         self,
         load: Sequence[Sequence[float]],
-        current: Sequence[Groups],
+        current: Sequence[ExpertPlaces],
         *,
+        replicas: int | None,
         move_cost: float,
         time_limit_s: float,
-    ) -> Sequence[Groups]:
-        """What each group of ranks is to hold, by layer: `load` [layers, experts], `current` the experts of each."""
+    ) -> Sequence[tuple[Groups, Groups]]:
+        """By layer, what each group of ranks is to compute, `replicas` slots in all, and to own.
+
+        `load`: [layers, experts]. `current`: where they are now.
+        """
+
+    def copy_bytes(self, step: CompiledStep, local: LocalProgram) -> int:
+        """By how much `local`, the step with copies of experts, raises what this rank holds at most.
+
+        Raises MemoryLimitError where that goes beyond the plan's limit.
+        """
 
 
 def geometry_of(mesh: DeviceMesh) -> RankGeometry:

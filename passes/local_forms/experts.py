@@ -19,7 +19,7 @@ from torch import fx
 from autopar.ops.dispatch import packed_row
 from autopar.passes.local_call import WORK_SHARE, LocalCall, LocalForm, LocalValue, value_of
 from autopar.passes.observed import EXPERT_COUNT, ExpertCount
-from autopar.passes.renumber_experts import READS_ROUTING, ReadsRouting
+from autopar.passes.renumber_experts import EXPERT_LAYER, FIRST, ExpertLayer
 from autopar.sharding.layout import REPLICATE, Layout, shard_dim
 from autopar.sharding.rules.experts import (
     ALL_TO_ALL,
@@ -34,7 +34,6 @@ from autopar.sharding.rules.experts import (
 aten = torch.ops.aten
 ops = torch.ops.autopar
 COUNTS = torch.ops._c10d_functional.all_to_all_single.default
-FIRST = DOWN_BIAS + 2  # the argument after the activation
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ class Kept:
 
 def experts(local: LocalCall) -> LocalValue:
     """(x, index, scores, ...) -> the result."""
-    args, index, readers = list(local.args), local.args[INDEX], set(local.args[INDEX].users)
+    args = list(local.args)
     if local.build.meta.get("phase") != "backward" and "key" in local.build.meta:
-        _count(local, index, args[FIRST])
+        _count(local, args[INDEX], args[FIRST])
+    _name_layer(local, INDEX)
     trips = _gone(local, 0, args)
     _set_own(local, 0, args, trips)
     share = _share(local, trips, args[INDEX])
@@ -74,13 +74,13 @@ def experts(local: LocalCall) -> LocalValue:
     else:
         both = node = local.build.op(local.call.target, *args)
     both.meta[WORK_SHARE] = share
-    _note_readers(local, index, readers)
     return _returned(local, trips, [node])[0]
 
 
 def experts_backward(local: LocalCall) -> LocalValue:
     """(grad, x, index, scores, ...) -> the gradients. What the forward kept is not sent and not computed again."""
-    args, index, readers = list(local.args), local.args[1 + INDEX], set(local.args[1 + INDEX].users)
+    args = list(local.args)
+    _name_layer(local, 1 + INDEX)
     kept: Kept | None = local.build.kept.get(local.keeps)
     if kept is not None and kept.trips:
         trips = list(kept.trips)
@@ -95,7 +95,6 @@ def experts_backward(local: LocalCall) -> LocalValue:
     else:
         node = local.build.op(local.call.target, *args)
     node.meta[WORK_SHARE] = _share(local, trips, args[1 + INDEX])
-    _note_readers(local, index, readers)
     results = [local.output(node, number) for number in range(len(local.call.outputs))]
     by_token = 1 + bool(local.args[-1][1])  # the gradient of x, and that of the scores where it is wanted
     return (*_returned(local, trips, results[:by_token]), *results[by_token:])
@@ -131,21 +130,24 @@ def _count(local: LocalCall, index: fx.Node, first: int) -> None:
     layout = local.strategy.inputs[number]
     chunks = [replace(geometry, coordinates=there).chunk(shape, layout) for there in product(*holders)]
     spans = tuple((starts[0], starts[0] + lengths[0]) for starts, lengths in chunks)
-    node.meta[EXPERT_COUNT] = ExpertCount(local.build.meta["key"].rpartition("/")[0], axes, spans)
+    path = local.build.meta["key"].rpartition("/")[0]
+    node.meta[EXPERT_COUNT] = ExpertCount(path, axes, spans, _cut_axes(local, number))
 
 
-def _note_readers(local: LocalCall, index: fx.Node, before: set[fx.Node]) -> None:
-    """Mark the new nodes that read of `index` where the chosen experts' weights are."""
-    reads = _reads(local, index)
-    for node in index.users:
-        if reads is not None and node not in before and EXPERT_COUNT not in node.meta:
-            node.meta[READS_ROUTING] = reads
-
-
-def _reads(local: LocalCall, index: fx.Node) -> ReadsRouting | None:
-    """By which layer `index` is read; None for an op that is of no model."""
+def _name_layer(local: LocalCall, index: int) -> None:
+    """Let all that is emitted from here on say of which layer it is, unless the op is of no model. `index`: the number
+    of the argument with the chosen experts."""
     key = local.build.meta.get("key")
-    return None if key is None else ReadsRouting(key.rpartition("/")[0], index.name)
+    if key is not None:
+        path, tokens = key.rpartition("/")[0], _cut_axes(local, index)
+        layer = ExpertLayer(path, local.args[index].name, tokens, _cut_axes(local, _up(local)))
+        local.build.meta = {**local.build.meta, EXPERT_LAYER: layer}
+
+
+def _cut_axes(local: LocalCall, number: int) -> tuple[int, ...]:
+    """The mesh axes along which ranks have other rows of a tensor input."""
+    pairs = zip(local.strategy.inputs[number], local.geometry.mesh_shape, strict=True)
+    return tuple(axis for axis, (item, ranks) in enumerate(pairs) if shard_dim(item) == 0 and ranks > 1)
 
 
 def _up(local: LocalCall) -> int:
@@ -173,7 +175,7 @@ def _known_trip(local: LocalCall, args: tuple[fx.Node, list[int], list[int]], gr
     index = args[0]
     for found in index.users:
         same = found.target == ops.expert_ranks.default and found.args == args
-        if same and found.meta.get(READS_ROUTING) == _reads(local, index):
+        if same and found.meta.get(EXPERT_LAYER) == local.build.meta.get(EXPERT_LAYER):
             token, sent = found.users
             started = next(user for user in sent.users if user.target == COUNTS)
             if started.args[-1] == group:

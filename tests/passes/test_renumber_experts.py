@@ -1,4 +1,4 @@
-"""Moved experts: what is emitted reads slots, and computes what it did with the weights in their own order."""
+"""Moved experts: what is emitted reads their places, and computes what it did with the weights in their own order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autopar.capture.program import OutputKind
 from autopar.capture.trace import capture
 from autopar.nn import Experts, MixtureOfExperts, TopKGate
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.passes.pipeline import LocalProgram
 from autopar.passes.renumber_experts import renumber_experts
 from tests.passes.filecheck import check
@@ -18,7 +19,7 @@ from tests.passes.hand_plans import S0, assigned
 from tests.passes.running import Step, emit_all
 
 LAYER, WEIGHTS = "layer.experts", ("layer.experts.up_proj", "layer.experts.down_proj")
-SLOTS = torch.tensor([2, 0, 3, 1])
+ROWS = torch.tensor([2, 0, 3, 1])
 
 
 class Model(nn.Module):
@@ -36,40 +37,42 @@ class Model(nn.Module):
         return out.square().mean() + aux_loss
 
 
-def renumbered(local: LocalProgram, slots: dict[str, Tensor]) -> LocalProgram:
+def renumbered(local: LocalProgram, layer: str) -> LocalProgram:
+    """Expert e of the layer in row ROWS[e]."""
     assert local.backward is not None
-    return replace(
-        local, forward=renumber_experts(local.forward, slots), backward=renumber_experts(local.backward, slots)
-    )
+    experts = tuple(ROWS.argsort().tolist())
+    places = {layer: ExpertPlaces(experts, (experts[:2], experts[2:]), (0,))}
+    forward, backward = (renumber_experts(gm, places, local.geometry) for gm in (local.forward, local.backward))
+    return replace(local, forward=forward, backward=backward)
 
 
-def test_slots_are_read_before_the_layer_and_before_its_backward() -> None:
+def test_places_are_read_before_the_layer_and_before_its_backward() -> None:
     program = capture(Model(), (torch.randn(8, 8, dtype=torch.float64),), {})
-    local = renumbered(emit_all(program, assigned(program, S0, {}))[0], {LAYER: SLOTS})
+    local = renumbered(emit_all(program, assigned(program, S0, {}))[0], LAYER)
     expected = """
         CHECK: expert_counts = autopar.expert_counts.default(where,
-        CHECK: expert_slots_default = autopar.expert_slots.default(where, expert_slots_of_experts)
-        CHECK: autopar.experts.default(reshape_6, expert_slots_default,
+        CHECK: expert_places_default = autopar.expert_places.default(where, expert_places_of_experts, 0)
+        CHECK: autopar.experts.default(reshape_6, expert_places_default,
     """
     check(local.forward, expected)
     assert local.backward is not None
-    check(local.backward, "CHECK: autopar.expert_slots.default(\nCHECK: autopar.experts_backward.default(")
+    check(local.backward, "CHECK: autopar.expert_places.default(\nCHECK: autopar.experts_backward.default(")
 
 
-def test_with_moved_weights_and_their_slots_everything_is_what_it_was() -> None:
+def test_with_moved_weights_and_their_rows_everything_is_what_it_was() -> None:
     model, x = Model(), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     moved = copy.deepcopy(model)
     with torch.no_grad():
         for name in WEIGHTS:
-            moved.get_parameter(name)[SLOTS] = model.get_parameter(name)
+            moved.get_parameter(name)[ROWS] = model.get_parameter(name)
     program = capture(model, (x,), {})
     assignment = assigned(program, S0, {})
     programs = emit_all(program, assignment)
     expected = Step(model, (x,), programs, assignment).run()
-    found = Step(moved, (x,), [renumbered(item, {LAYER: SLOTS}) for item in programs], assignment).run()
+    found = Step(moved, (x,), [renumbered(item, LAYER) for item in programs], assignment).run()
     assert found.keys() == expected.keys()
     for (kind, name), value in found.items():
-        rows = SLOTS if kind is OutputKind.GRADIENT and name in WEIGHTS else slice(None)
+        rows = ROWS if kind is OutputKind.GRADIENT and name in WEIGHTS else slice(None)
         value = value[rows] if value.dim() else value
         torch.testing.assert_close(value, expected[kind, name], rtol=1e-12, atol=1e-12)
 
@@ -95,16 +98,16 @@ def test_layers_by_one_routing_send_their_tokens_apart_once_the_experts_of_one_h
     moved = copy.deepcopy(model)
     with torch.no_grad():
         for name in weights[2:]:
-            moved.get_parameter(name)[SLOTS] = model.get_parameter(name)
+            moved.get_parameter(name)[ROWS] = model.get_parameter(name)
     program = capture(model, (x,), {})
     assignment = assigned(program, S0, dict.fromkeys(weights, S0))
     programs = emit_all(program, assignment)
     trips = [node for node in programs[0].forward.graph.nodes if "expert_ranks" in str(node.target)]
     assert len(trips) == 2
     expected = Step(model, (x,), programs, assignment).run()
-    found = Step(moved, (x,), [renumbered(item, {"second": SLOTS}) for item in programs], assignment).run()
+    found = Step(moved, (x,), [renumbered(item, "second") for item in programs], assignment).run()
     for (kind, name), value in found.items():
-        rows = SLOTS if kind is OutputKind.GRADIENT and name in weights[2:] else slice(None)
+        rows = ROWS if kind is OutputKind.GRADIENT and name in weights[2:] else slice(None)
         value = value[rows] if value.dim() else value
         torch.testing.assert_close(value, expected[kind, name], rtol=1e-12, atol=1e-12)
 
@@ -112,4 +115,4 @@ def test_layers_by_one_routing_send_their_tokens_apart_once_the_experts_of_one_h
 def test_other_layers_stay_as_they_are() -> None:
     program = capture(Model(), (torch.randn(8, 8, dtype=torch.float64),), {})
     local = emit_all(program, assigned(program, S0, {}))[0]
-    assert renumber_experts(local.forward, {"another": SLOTS}).code == local.forward.code
+    assert renumbered(local, "another").forward.code == local.forward.code

@@ -1,1 +1,1 @@
-"""Experts of a running module: how often they were chosen, and in which slots of which ranks they stand."""
+"""Experts of a running module: how often they were chosen, and on which ranks they stand."""

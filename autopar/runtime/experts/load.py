@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import UnsupportedOptionError
+from autopar.passes.expert_places import ExpertPlaces, Groups
 from autopar.passes.observed import ExpertCount
 
 
@@ -19,14 +21,14 @@ from autopar.passes.observed import ExpertCount
 class ExpertLoad:
     """Choices by expert, of the tokens of all ranks; dropped ones do not count.
 
-    `counts`: by path of the layer, int64 [experts]. `spans`: by layer, first and end of the slots that each group of
-    ranks holds; one span where every rank holds all. `moved`: by layer, the expert in each slot, of layers that were
-    rebalanced; in all others expert e has slot e.
+    `counts`: by path of the layer, int64 [experts]. `spans`: by layer, first and end of the rows of weights that each
+    group of ranks holds; one span where every rank holds all. `placed`: by layer that was rebalanced, where its experts
+    are; in all others expert e has row e.
     """
 
     counts: Mapping[str, Tensor]
     spans: Mapping[str, tuple[tuple[int, int], ...]]
-    moved: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    placed: Mapping[str, ExpertPlaces] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -44,22 +46,24 @@ class ExpertLoad:
         return torch.stack(list(self.counts.values())) if sizes else torch.zeros((0, 0), dtype=torch.int64)
 
     @property
-    def holders(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
-        """By layer, the experts of each group of ranks, in the order of the mesh."""
-        found = {}
+    def holders(self) -> Mapping[str, Groups]:
+        """By layer, the experts that each group of ranks computes, in the order of the mesh; copies among them."""
+        found: dict[str, Groups] = {}
         for layer, spans in self.spans.items():
-            experts = self.moved.get(layer, tuple(range(len(self.counts[layer]))))
-            found[layer] = tuple(experts[start:end] for start, end in spans)
+            places = self.placed.get(layer)
+            if places is not None and len(places.computed) == len(spans):
+                found[layer] = places.computed
+            else:
+                experts = tuple(range(len(self.counts[layer]))) if places is None else places.experts
+                found[layer] = tuple(experts[start:end] for start, end in spans)
         return MappingProxyType(found)
 
     @property
     def device_load(self) -> Mapping[str, Tensor]:
-        """By layer, int64 [groups]: the choices that each group of ranks computes, in the order of the mesh."""
+        """By layer, int64 [groups]: the choices that each group of ranks computes, in the order of the mesh. An expert
+        with copies shares its choices out evenly."""
         return MappingProxyType(
-            {
-                layer: torch.stack([self.counts[layer][list(experts)].sum() for experts in groups])
-                for layer, groups in self.holders.items()
-            }
+            {layer: torch.tensor(shared_load(self.counts[layer].tolist(), it)) for layer, it in self.holders.items()}
         )
 
     @property
@@ -71,6 +75,20 @@ class ExpertLoad:
     def expert_imbalance(self) -> Mapping[str, float]:
         """By layer, the load of the most chosen expert over the mean of all; 1 without any load."""
         return MappingProxyType({layer: _imbalance(count) for layer, count in self.counts.items()})
+
+
+def shared_load(counts: Sequence[int], groups: Groups) -> list[int]:
+    """The choices of each group: those of an expert in several slots are dealt out to them in turn."""
+    slots = Counter(expert for group in groups for expert in group)
+    passed, found = Counter[int](), []
+    for group in groups:
+        total = 0
+        for expert in group:
+            share, rest = divmod(counts[expert], slots[expert])
+            total += share + (passed[expert] < rest)
+            passed[expert] += 1
+        found.append(total)
+    return found
 
 
 def _imbalance(load: Tensor) -> float:
@@ -101,9 +119,9 @@ class ExpertCounter:
         for count in self.sums.values():
             count.zero_()
 
-    def load(self, moved: Mapping[str, tuple[int, ...]]) -> ExpertLoad:
+    def load(self, placed: Mapping[str, ExpertPlaces]) -> ExpertLoad:
         """In all; to be called on every rank of the mesh. Several shapes of input, and several calls of one layer, add
-        up. `moved`: see `ExpertLoad`."""
+        up. `placed`: see `ExpertLoad`."""
         counts: dict[str, Tensor] = {}
         spans: dict[str, tuple[tuple[int, int], ...]] = {}
         for key, count in self.sums.items():
@@ -112,7 +130,7 @@ class ExpertCounter:
                 dist.all_reduce(total, group=self.mesh.get_group(axis))
             counts[key.layer] = counts[key.layer] + total.cpu() if key.layer in counts else total.cpu()
             spans[key.layer] = key.spans
-        return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans), MappingProxyType(dict(moved)))
+        return ExpertLoad(MappingProxyType(counts), MappingProxyType(spans), MappingProxyType(dict(placed)))
 
 
 Spans = Mapping[str, tuple[tuple[int, int], ...]]

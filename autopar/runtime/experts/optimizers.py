@@ -58,7 +58,7 @@ class OptimizerWatch:
         def loaded(optimizer: Optimizer) -> None:
             watch = this()
             if watch is not None:
-                watch.put_in_slots(optimizer)
+                watch.put_in_rows(optimizer)
 
         optimizer.register_state_dict_post_hook(saved)
         optimizer.register_load_state_dict_post_hook(loaded)
@@ -88,14 +88,14 @@ class OptimizerWatch:
                 }
         return {**state_dict, "state": state}
 
-    def put_in_slots(self, optimizer: Optimizer) -> None:
-        """A state that was just loaded, in the model's order, is brought to the order of the slots."""
+    def put_in_rows(self, optimizer: Optimizer) -> None:
+        """A state that was just loaded, in the model's order, is brought to the order of the rows."""
         for parameter in _parameters(optimizer):
             order, state = self.orders.get(id(parameter)), optimizer.state.get(parameter)
             if order is not None and state:
                 for name, value in state.items():
                     if has_rows(optimizer, parameter, name, value):
-                        state[name] = order.in_slots(value)
+                        state[name] = order.in_rows(value)
 
 
 def has_rows(optimizer: Optimizer, parameter: Tensor, name: str, value: Any) -> bool:

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.program import InputKind, Program
 from autopar.errors import UnsupportedOptionError
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.passes.observed import ExpertCount
 from autopar.runtime.experts.load import ExpertLoad
 from autopar.runtime.experts.optimizers import OptimizerWatch
-from autopar.runtime.experts.order import ExpertOrder, inverse, slots_for
-from autopar.runtime.experts.rebalance import Groups, Movable
+from autopar.runtime.experts.order import ExpertOrder, inverse
+from autopar.runtime.experts.rebalance import Movable
 from autopar.runtime.experts.row_moves import RowMover
 from autopar.runtime.experts.weights import ExpertWeights, expert_weights
 from autopar.runtime.mirror import Container
@@ -25,7 +26,6 @@ from autopar.runtime.mirror import Container
 class PlacedExperts:
     """`orders`: by name of a parameter that holds experts' weights; empty until the first move."""
 
-    device: str
     orders: dict[str, ExpertOrder] = field(default_factory=dict)
     watch: OptimizerWatch = field(default_factory=OptimizerWatch)
     mover: RowMover = field(default_factory=RowMover)
@@ -38,29 +38,31 @@ class PlacedExperts:
     def order_of(self, item: ExpertWeights) -> ExpertOrder | None:
         return next((self.orders[name] for name in item.parameters if name in self.orders), None)
 
-    def moved(self, programs: Iterable[Program]) -> dict[str, tuple[int, ...]]:
-        """By layer of these programs, the expert in each slot, of those whose experts were moved."""
+    def placed(self, programs: Iterable[Program]) -> dict[str, ExpertPlaces]:
+        """By layer of these programs, where its experts are, of those that were rebalanced."""
         if not self.orders:
             return {}
         pairs = [(item, self.order_of(item)) for program in programs for item in expert_weights(program)]
-        return {layer: order.experts for item, order in pairs if order is not None for layer in item.layers}
+        return {layer: order.places for item, order in pairs if order is not None for layer in item.layers}
 
-    def slots(self, program: Program) -> dict[str, Tensor]:
-        """By layer of a program, what it reads the slots of its experts from; none before the first move.
+    def places(self, program: Program, wanted: Mapping[str, ExpertPlaces] | None = None) -> dict[str, ExpertPlaces]:
+        """By layer of a program, where its experts are, or are to be; none before the first move.
 
-        Raises UnsupportedOptionError for a program that could not be computed with the weights as they lie.
+        `wanted`: by name of a parameter. Raises UnsupportedOptionError for a program that could not be computed with
+        the weights as they lie then.
         """
-        if not self.orders:
+        known = {name: order.places for name, order in self.orders.items()} | dict(wanted or {})
+        if not known:
             return {}
-        found, good = dict[str, Tensor](), set[str]()
+        found, good = dict[str, ExpertPlaces](), set[str]()
         for item in expert_weights(program):
-            order = self.order_of(item)
-            if order is not None and not item.obstacle:
-                found |= dict.fromkeys(item.layers, order.slots)
+            places = next((known[name] for name in item.parameters if name in known), None)
+            if places is not None and not item.obstacle:
+                found |= dict.fromkeys(item.layers, places)
                 good |= set(item.parameters)
         used = {node.name for node in program.graph_module.graph.nodes if node.op == "placeholder" and node.users}
         for slot in program.inputs:
-            moved = slot.kind is InputKind.PARAMETER and slot.node in used and slot.name in self.orders
+            moved = slot.kind is InputKind.PARAMETER and slot.node in used and slot.name in known
             if moved and slot.name not in good:
                 raise UnsupportedOptionError(
                     f"experts of {slot.name!r} were moved, and this call reads it otherwise than as a layer of experts",
@@ -71,29 +73,26 @@ class PlacedExperts:
     def movable(
         self, programs: Sequence[Program], counts: Iterable[ExpertCount], load: ExpertLoad
     ) -> tuple[list[ExpertWeights], list[Movable], dict[str, str]]:
-        """(weights and groups of the layers whose experts may move; by layer, why the others' may not).
+        """(weights and places of the layers whose experts may move; by layer, why the others' may not).
 
         `counts`: of the first of the programs, which says who holds what. Raises UnsupportedOptionError without layers
         whose experts stand on several groups of ranks.
         """
-        spans = {count.layer: count.spans for count in counts}
+        known = {count.layer: count for count in counts}
         obstacles = {name: item.obstacle for program in programs for item in expert_weights(program)
                      for name in item.parameters if item.obstacle}  # fmt: skip
         weights, items, kept = list[ExpertWeights](), list[Movable](), dict[str, str]()
         for item in expert_weights(programs[0]):
-            held = spans[item.layers[0]]
+            held, axes = known[item.layers[0]].spans, known[item.layers[0]].holders
             obstacle = next((obstacles[name] for name in item.parameters if name in obstacles), item.obstacle)
             reason = obstacle or _reason(held)
             if reason:
                 kept |= dict.fromkeys(item.layers, reason)
                 continue
-            order = self.order_of(item)
-            experts = order.experts if order is not None else tuple(range(item.experts))
             total = sum(load.counts[layer].double() for layer in item.layers)
             assert isinstance(total, Tensor)
-            groups = tuple(experts[start:end] for start, end in held)
             weights.append(item)
-            items.append(Movable(item.layers, tuple(total.tolist()), groups))
+            items.append(Movable(item.layers, tuple(total.tolist()), self._places_on(item, held, axes)))
         if not items:
             reasons = [f"{layer}: {reason}" for layer, reason in kept.items()] or ["there is no layer of experts"]
             raise UnsupportedOptionError(
@@ -101,6 +100,14 @@ class PlacedExperts:
                 fix="shard them by experts: constraints={'*/autopar.experts*': 'A'} sends tokens to them by all-to-all",
             )
         return weights, items, kept
+
+    def _places_on(self, item: ExpertWeights, spans: Sequence[tuple[int, int]], axes: tuple[int, ...]) -> ExpertPlaces:
+        """Where the experts are, for groups of ranks along these axes: copies for other groups are none."""
+        order = self.order_of(item)
+        experts = order.experts if order is not None else tuple(range(item.experts))
+        if order is not None and order.places.axes == axes and len(order.places.computed) == len(spans):
+            return order.places
+        return ExpertPlaces(experts, tuple(experts[start:end] for start, end in spans), axes)
 
     def check_states(self, weights: Sequence[ExpertWeights], parameters: Mapping[str, Tensor]) -> None:
         """Raise UnsupportedOptionError for a state of an optimizer that could not move along."""
@@ -111,22 +118,24 @@ class PlacedExperts:
     def move(
         self,
         weights: Sequence[ExpertWeights],
-        groups: Sequence[Groups],
+        wanted: Sequence[ExpertPlaces],
         parameters: Mapping[str, DTensor],
         root: Container,
     ) -> int:
-        """Bring every layer's experts to its groups, with their gradients and optimizer state; bytes received."""
+        """Bring every layer's experts to the rows that are wanted, with their gradients and optimizer state; bytes
+        received."""
         received = 0
-        for item, wanted in zip(weights, groups, strict=True):
-            order = self.order_of(item) or ExpertOrder.natural(self.mover, item.experts, self.device)
-            experts, before = slots_for(order.experts, wanted), inverse(order.experts)
-            sources = [before[expert] for expert in experts]
+        for item, places in zip(weights, wanted, strict=True):
+            order = self.order_of(item)
+            before = inverse(order.experts) if order is not None else range(item.experts)
+            sources = [before[expert] for expert in places.experts]
+            order = order or ExpertOrder(self.mover, places)
             for name in item.parameters:
-                if experts != order.experts:
+                if sources != list(range(item.experts)):
                     received += self._move(parameters[name], sources)
                 self.orders[name] = order
                 self.watch.orders[id(parameters[name])] = order
-            order.change(experts)
+            order.places = places
         for module in root.modules():
             assert isinstance(module, Container)
             for name, parameter in module._parameters.items():

@@ -190,7 +190,7 @@ class PipelineModule(ParallelModule):
         """Count from zero again."""
         self._pipeline.counter.reset()
 
-    def rebalance(self, *, move_cost: float = 0.0, time_limit_s: float = 10.0) -> NoReturn:
+    def rebalance(self, *, replicas: int | None = None, move_cost: float = 0.0, time_limit_s: float = 10.0) -> NoReturn:
         raise UnsupportedOptionError(
             "a pipeline does not move its experts: their order is known to a step on one mesh alone",
             fix="use a mesh without a pipeline axis, or place the experts before training",

@@ -22,7 +22,7 @@ def moved_experts(slots: Array, current: Array, experts: int) -> int:
 def matched_to_current(slots: Array, current: Array, experts: int) -> Array:
     """The same devices in the order that moves the fewest experts. Devices are alike: their load stays what it is."""
     new, old = held_experts(slots, experts).astype(float), held_experts(current, experts).astype(float)
-    rows, columns = _assigned(-(new.T @ old))
+    rows, columns = assigned(-(new.T @ old))
     ordered: Array = slots[rows[np.argsort(columns)]]
     return ordered
 
@@ -36,16 +36,16 @@ def matched_within_nodes(slots: Array, current: Array, experts: int, cluster: Cl
     orders = {}
     for source in range(nodes):
         for target in range(nodes):
-            rows, columns = _assigned(-common[source, target])
+            rows, columns = assigned(-common[source, target])
             kept[source, target] = common[source, target][rows, columns].sum()
             orders[source, target] = source * size + rows[np.argsort(columns)]
-    sources, targets = _assigned(-kept)
+    sources, targets = assigned(-kept)
     order = {target: orders[source, target] for source, target in zip(sources, targets, strict=True)}
     ordered: Array = slots[np.concatenate([order[target] for target in range(nodes)])]
     return ordered
 
 
-def _assigned(costs: Array) -> tuple[Array, Array]:
+def assigned(costs: Array) -> tuple[Array, Array]:
     """The rows and columns of the cheapest assignment."""
     from scipy.optimize import linear_sum_assignment  # slow to import, and needed here alone
 

@@ -26,3 +26,22 @@ def test_every_part_of_a_packed_row_can_be_viewed_as_what_was_packed(token: torc
 def test_no_rows_are_packed_as_none() -> None:
     packed = ops.pack_rows([torch.randn(0, 3), torch.randint(9, (0, 2))], torch.empty(0, dtype=torch.int64))
     assert packed.shape == (0, 32) and packed[:, 16:28].view(torch.float32).shape == (0, 3)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_choices_of_an_expert_take_its_places_in_turn_and_dropped_ones_stay(start: int) -> None:
+    index = torch.randint(-1, 5, (40, 3), generator=torch.Generator().manual_seed(0))  # -1 and 4: dropped
+    places = torch.tensor([[7, -1, -1], [3, 5, 6], [0, 1, -1], [2, 2, 4]])  # one has two slots of one group
+    found = ops.expert_places(index, places, start)
+    for expert, own in enumerate(([7], [3, 5, 6], [0, 1], [2, 2, 4])):
+        taken = found[index == expert]
+        assert taken.tolist() == [own[(start + turn) % len(own)] for turn in range(len(taken))]
+    dropped = (index < 0) | (index > 3)
+    assert torch.equal(found[dropped], index[dropped])
+    assert ops.expert_places(index[:0], places, start).shape == (0, 3)
+
+
+def test_copies_that_came_back_are_added_up_in_the_order_of_the_ranks() -> None:
+    rows = torch.tensor([[1e8], [3.0], [1.0], [-1e8]])
+    found = ops.sum_copies(rows, torch.tensor([0, 2, 0, 0]), [2, 1, 1], 3)
+    assert found.tolist() == [[0.0], [0.0], [3.0]]

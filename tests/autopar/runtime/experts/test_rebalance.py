@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import UnsupportedOptionError
 from autopar.nn import Experts, MixtureOfExperts, TopKGate
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.runtime.experts.rebalance import Movable, decide, imbalance_of, read_decision
 from tests.gloo import run_on_ranks
 
@@ -260,19 +261,20 @@ def test_layers_that_cannot_be_moved_are_refused_with_the_reason() -> None:
 
 
 def test_layers_of_one_size_are_placed_together_and_balanced_ones_are_left_alone() -> None:
-    groups = ((0, 1), (2, 3))
+    places = ExpertPlaces((0, 1, 2, 3), ((0, 1), (2, 3)), (0,))
     items = [
-        Movable(("a",), (9.0, 8.0, 1.0, 2.0), groups),
-        Movable(("b",), (5.0, 5.0, 5.0, 5.0), groups),
-        Movable(("c",), (0.0, 0.0, 7.0, 7.0), groups),
+        Movable(("a",), (9.0, 8.0, 1.0, 2.0), places),
+        Movable(("b",), (5.0, 5.0, 5.0, 5.0), places),
+        Movable(("c",), (0.0, 0.0, 7.0, 7.0), places),
     ]
     asked = []
 
     def swap(load: Any, current: Any) -> Any:
         asked.append((list(load), list(current)))
-        return [((0, 3), (2, 1)), ((0, 2), (1, 3))]
+        return [(it, it) for it in (((0, 3), (1, 2)), ((0, 2), (1, 3)))]
 
-    decided = read_decision(decide(items, swap))
-    assert asked == [([items[0].load, items[2].load], [groups, groups])]
-    assert decided == [((0, 3), (2, 1)), groups, ((0, 2), (1, 3))]
-    assert imbalance_of(items[0].load, decided[0]) == 1.1 and imbalance_of((0.0,) * 4, groups) == 1.0
+    decided = read_decision(decide(items, swap, None), items)
+    assert asked == [([items[0].load, items[2].load], [places, places])]
+    assert [it.experts for it in decided] == [(0, 3, 2, 1), (0, 1, 2, 3), (0, 2, 1, 3)]
+    assert all(it.computed == it.owned for it in decided)
+    assert imbalance_of(items[0].load, decided[0].computed) == 1.1 and imbalance_of((0.0,) * 4, places.computed) == 1.0
