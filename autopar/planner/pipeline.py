@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -283,16 +284,18 @@ def _tighter(result: PlannedPipeline, limits: Sequence[int]) -> list[Room]:
     """What each stage may hold, so that its rank keeps to its limit with all microbatches that are in flight.
 
     What a rank holds too much is taken from all that it has in flight, but where parameters are on the host from one
-    microbatch: it is freed once by one more there. A rank that fits stays as it is.
+    microbatch of each of its stages: it is freed once by one more there. A rank that fits stays as it is.
     """
     held, idle = [0] * len(limits), [0] * len(limits)
+    stages = Counter(stage.rank for stage in result.plan.stages)
     for stage in result.plan.stages:
         held[stage.rank] += stage.in_flight
         idle[stage.rank] += max(0, stage.in_flight - 1)
     own = []
     for stage in result.plan.stages:
         over = MARGIN * max(0, result.rank_peaks[stage.rank] - limits[stage.rank])
-        shares = 1 if result.stages[stage.number].assignment.hosted else max(1, held[stage.rank])
+        is_hosted = bool(result.stages[stage.number].assignment.hosted)
+        shares = stages[stage.rank] if is_hosted else max(1, held[stage.rank])
         limit = max(1, stage.plan.peak_bytes - math.ceil(over / shares))
         own.append(Room(limit, math.ceil(over / idle[stage.rank]) if idle[stage.rank] else 0))
     return own

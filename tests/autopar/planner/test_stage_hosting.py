@@ -167,6 +167,13 @@ def test_the_search_puts_parameters_on_the_host_where_nothing_else_fits() -> Non
     assert roomy.step_s < found[0].step_s < found[1].step_s
 
 
+def test_what_stages_of_one_rank_hold_too_much_they_free_together() -> None:
+    given: dict[str, Any] = {"stages": 4, "microbatches": 4, "schedule": "interleaved"}
+    roomy = limited(PAIR, None, **given)
+    for part in (0.45, 0.4, 0.35, 0.3):
+        assert hosted_in(limited(PAIR, int(part * roomy.peak_bytes), **given))
+
+
 def test_layouts_of_stages_and_what_lies_on_the_host_are_chosen_together() -> None:
     limit = limited(FOUR, None).peak_bytes // 5
     plan = limited(FOUR, limit)
