@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -21,7 +21,7 @@ from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis
 from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.residency import HOSTED
-from autopar.planner.stage_hosting import kept_on_devices
+from autopar.planner.stage_hosting import Hosted, kept_on_devices
 from autopar.planner.stage_search import Proposal
 from autopar.schedules.actions import Placement, rank_of
 from autopar.sharding.layout import Layout
@@ -30,7 +30,7 @@ from autopar.stages.staged import Staged
 
 TRIED = 3  # proposals that are planned until one fits
 MARGIN = 1.02  # recomputing needs some room of its own
-FITTING_ROUNDS = 3  # how often stages are planned again where microbatches in flight exceed the memory
+FITTING_ROUNDS = 6  # how often stages are planned again where microbatches in flight exceed the memory
 
 
 class Effort(Enum):
@@ -69,6 +69,7 @@ def plan_stages(
             memory_limit_bytes=rooms[stage.index].limit_bytes if rooms else options.memory_limit_bytes,
             microbatches=staged.microbatches.of_a_step,
             kept_on_device=kept,
+            hosted=None if options.hosted is None else options.hosted - kept.keys(),
         )
         if before:
             planned = _again(before[stage.index], mesh, own_options, rooms[stage.index], effort)
@@ -169,7 +170,7 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     """Plan a program as a pipeline along one axis of the mesh. Raises MemoryLimitError where nothing tried fits.
 
     Where no number of microbatches fits, one is tried, as the gradients of several are held beside their sum, and
-    parameters are put on the host; the faster of both is taken.
+    parameters are put on the host; the faster of both is taken. Then all that may be are put there.
     """
     _refuse_input_gradients(program)
     options = options.of_stages
@@ -179,15 +180,17 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, request: Pipel
     try:
         return _first_that_fits(search)
     except MemoryLimitError as error:
-        hosting, whole = search.on_host(), search.of_one_microbatch()
-        found = _fitting(hosting, whole) or _fitting(whole and whole.on_host())
-        if found:
-            return min(found, key=lambda it: it.plan.step_s)
-        beside = ", nor with parameters on the host" if hosting is not None else ""
+        whole = search.of_one_microbatch()
+        some, every = ([it and it.on_host(which) for it in (search, whole)] for which in (Hosted.ANY, Hosted.ALL))
+        for further in ((some[0], whole), (some[1],), every):
+            found = _fitting(further)
+            if found:
+                return min(found, key=lambda it: it.plan.step_s)
+        beside = ", nor with parameters on the host" if some[0] is not None else ""
         raise MemoryLimitError(f"{error.what}{beside}", where=error.where, fix=error.fix) from error
 
 
-def _fitting(*searches: PipelineSearch | None) -> list[PlannedPipeline]:
+def _fitting(searches: Iterable[PipelineSearch | None]) -> list[PlannedPipeline]:
     """What further searches find."""
     found = []
     for search in searches:

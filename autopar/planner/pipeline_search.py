@@ -34,8 +34,7 @@ SHARE_OF_TIME = 0.25  # of the planning time, for the layouts that the stage sea
 
 @dataclass
 class PipelineSearch:
-    """`limits_bytes`: of each pipeline rank. `hosting`: which parameters it counts on the host; the plans of the stages
-    put no more there than they have to."""
+    """`limits_bytes`: of each pipeline rank. `hosting`: which parameters it counts on the host."""
 
     program: Program
     mesh: Mesh
@@ -99,13 +98,14 @@ class PipelineSearch:
             return None
         return replace(self, request=replace(self.request, microbatches=1), _pieces={}, _anatomies={})
 
-    def on_host(self) -> PipelineSearch | None:
-        """The same search, with all parameters on the host that may be there; None where that changes nothing."""
-        every = hosted_parameters(self.program, self.options, Hosted.ALL)
+    def on_host(self, hosting: Hosted) -> PipelineSearch | None:
+        """The same search, with parameters on the host; None where none but those that are pinned may be there."""
+        every = hosted_parameters(self.program, self.options, hosting)
         asynchronous = self.request.is_asynchronous
         if asynchronous or self.inner.profile.device.is_host or every == self._hosted:
             return None
-        return replace(self, hosting=Hosted.ALL)
+        options = replace(self.options, hosted=every) if hosting is Hosted.ALL else self.options
+        return replace(self, hosting=hosting, options=options)
 
     @cached_property
     def _hosted(self) -> frozenset[str]:

@@ -28,9 +28,11 @@ def kept_on_devices(staged: Staged) -> dict[str, str]:
 
 
 class Hosted(Enum):
-    """The parameters that the search for cuts counts on the host: those that are pinned there, or all that may be."""
+    """The parameters that a search counts on the host: those that are pinned there; or all that may be, of which the
+    plans of the stages put as many there as they need; or all of them, needed or not."""
 
     PINNED = auto()
+    ANY = auto()
     ALL = auto()
 
 
@@ -40,7 +42,7 @@ def hosted_parameters(program: Program, options: Options, which: Hosted) -> froz
     found = set[str]()
     for name, node in program.named_inputs(InputKind.PARAMETER).items():
         words = {item.layout for item in pins if name_matches(name, item.pattern)}
-        if node.meta["val"].dim() and (HOSTED in words or (which is Hosted.ALL and not words)):
+        if node.meta["val"].dim() and (HOSTED in words or (which is not Hosted.PINNED and not words)):
             found.add(name)
     return frozenset(found)
 

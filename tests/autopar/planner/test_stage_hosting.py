@@ -180,6 +180,16 @@ def test_layouts_of_stages_and_what_lies_on_the_host_are_chosen_together() -> No
     assert plan.peak_bytes <= limit and hosted_in(plan)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a_limit_that_pins_meet_is_met_by_the_search(schedule: str) -> None:
+    given: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "stages": 4 if schedule == "interleaved" else 2}
+    roomy, pinned = limited(PAIR, None, **given), limited(PAIR, None, constraints=HOST, **given)
+    for limit in (pinned.peak_bytes, (pinned.peak_bytes + roomy.peak_bytes) // 2):
+        plan = limited(PAIR, limit, **given)
+        assert plan.peak_bytes <= limit and hosted_in(plan)
+        assert roomy.step_s < plan.step_s
+
+
 def test_what_nothing_makes_fit_is_refused_with_what_was_tried() -> None:
     roomy = limited(PAIR, None)
     with pytest.raises(MemoryLimitError, match="nor with parameters on the host"):
