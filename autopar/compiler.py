@@ -35,7 +35,7 @@ from autopar.runtime.checks import RankGroup
 from autopar.runtime.inputs import first_microbatch, microbatches_of
 from autopar.runtime.pipeline.module import CompiledPipeline
 from autopar.runtime.pipeline.step import PipelineStep
-from autopar.runtime.step import CompiledStep
+from autopar.runtime.step import CompiledStep, PlanLike
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
 from autopar.stages.accumulated import accumulated_microbatches
@@ -43,8 +43,30 @@ from autopar.stages.microbatch import cut_as, independent_microbatches
 from autopar.stages.staged import stage_program
 
 
+class PlacesExperts:
+    """What both compilers know of experts."""
+
+    def place_experts(
+        self,
+        load: Sequence[Sequence[float]],
+        current: Sequence[ExpertPlaces],
+        *,
+        replicas: int | None,
+        move_cost: float,
+        time_limit_s: float,
+    ) -> Sequence[tuple[Groups, Groups]]:
+        """See `ExpertCompiler`."""
+        computed, owned = [item.computed for item in current], [item.owned for item in current]
+        return place_anew(load, computed, owned, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s)
+
+    def copy_bytes(self, plan: PlanLike, planned: LocalProgram, copied: LocalProgram) -> int:
+        """See `ExpertCompiler`."""
+        assert isinstance(plan, Plan)
+        return bytes_of_copies(plan, planned, copied)
+
+
 @dataclass(frozen=True)
-class Compiler:
+class Compiler(PlacesExperts):
     """Makes compiled steps for one rank.
 
     `plan`: a saved, edited or hand-made plan to follow instead of searching. The first of `ranks` plans for all; what
@@ -73,24 +95,6 @@ class Compiler:
         assignment, plan = _unpack(text)
         local = self.ranks.all_succeed(lambda: emit(program, assignment, self.geometry))
         return CompiledStep(program, assignment, local, plan)
-
-    def place_experts(
-        self,
-        load: Sequence[Sequence[float]],
-        current: Sequence[ExpertPlaces],
-        *,
-        replicas: int | None,
-        move_cost: float,
-        time_limit_s: float,
-    ) -> Sequence[tuple[Groups, Groups]]:
-        """See `StepCompiler`."""
-        computed, owned = [item.computed for item in current], [item.owned for item in current]
-        return place_anew(load, computed, owned, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s)
-
-    def copy_bytes(self, step: CompiledStep, local: LocalProgram) -> int:
-        """See `StepCompiler`."""
-        assert isinstance(step.plan, Plan)
-        return bytes_of_copies(step.plan, step.local, local)
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         return capture(model, args, kwargs, device=self.mesh.device_type, precision=self.options.precision)
@@ -127,7 +131,7 @@ def _unpack(text: str) -> tuple[Assignment, Plan]:
 
 
 @dataclass(frozen=True)
-class StagedCompiler:
+class StagedCompiler(PlacesExperts):
     """Makes compiled pipelines for one rank, as `Compiler` makes steps."""
 
     mesh: Mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,26 @@ from autopar.passes.copy_graph import copy_graph
 from autopar.passes.expert_places import ExpertPlaces, Hop, routes_of
 from autopar.passes.local_call import GraphBuilder, RankGeometry
 from autopar.passes.localize import fake_mode_of
-from autopar.passes.renumber_experts import EXPERT_LAYER, LAYERS, constant, inherited, is_copied
+from autopar.passes.pipeline import LocalProgram
+from autopar.passes.renumber_experts import EXPERT_LAYER, LAYERS, constant, inherited, is_copied, renumber_experts
 from autopar.sharding.rules.experts import WEIGHTS
 
 ops = torch.ops.autopar
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 FIRST_GRADIENT = 2  # of a weight, among the results of a backward: after those of the tokens and of their scores
 WANTED = 11  # the argument of a backward that says which gradients there are
+
+
+def with_places(local: LocalProgram, places: Mapping[str, ExpertPlaces]) -> LocalProgram:
+    """A rank's graphs, with the experts of the layers of `places`, by path, where they are."""
+
+    def placed(gm: fx.GraphModule) -> fx.GraphModule:
+        return copy_experts(renumber_experts(gm, places, local.geometry), places, local.geometry)
+
+    if not places:
+        return local
+    backward = None if local.backward is None else placed(local.backward)
+    return replace(local, forward=placed(local.forward), backward=backward)
 
 
 def copy_experts(gm: fx.GraphModule, places: Mapping[str, ExpertPlaces], geometry: RankGeometry) -> fx.GraphModule:

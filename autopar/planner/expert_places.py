@@ -8,7 +8,7 @@ from autopar.errors import MemoryLimitError
 from autopar.passes.expert_places import Groups
 from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
-from autopar.planner.liveness import predicted_timeline
+from autopar.planner.liveness import Timeline, predicted_timeline
 from autopar.search.experts.owners import choose_owners
 from autopar.search.experts.place import place_experts
 
@@ -42,9 +42,17 @@ def place_anew(
     return found
 
 
-def bytes_of_copies(plan: Plan, without: LocalProgram, copied: LocalProgram) -> int:
-    """By how much copies of experts raise what a rank holds at most; MemoryLimitError beyond the plan's limit."""
-    more = predicted_timeline(copied).peak_bytes - predicted_timeline(without).peak_bytes
+def bytes_of_copies(plan: Plan, planned: LocalProgram, copied: LocalProgram) -> int:
+    """By how much copies of experts raise what a rank holds at most; MemoryLimitError beyond the plan's limit.
+
+    In a pipeline a rank holds other microbatches beside, more or fewer of them in a forward than in a backward: there
+    the phase counts whose peak rises more, and the rank that was fullest.
+    """
+    before, after = predicted_timeline(planned), predicted_timeline(copied)
+    if plan.pipeline is None:
+        more = after.peak_bytes - before.peak_bytes
+    else:
+        more = max(late - early for early, late in zip(_phase_peaks(before), _phase_peaks(after), strict=True))
     limit = plan.memory_limit_bytes
     if limit is not None and plan.peak_bytes + more > limit:
         raise MemoryLimitError(
@@ -54,3 +62,9 @@ def bytes_of_copies(plan: Plan, without: LocalProgram, copied: LocalProgram) -> 
             "recomputed",
         )
     return max(0, more)
+
+
+def _phase_peaks(timeline: Timeline) -> tuple[int, int]:
+    """The most bytes in the forward, and in the backward."""
+    start = timeline.backward_start
+    return max(timeline.totals[:start], default=0), max(timeline.totals[start:], default=0)

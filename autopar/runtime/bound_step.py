@@ -13,11 +13,10 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.program import InputKind, OutputKind
-from autopar.passes.copy_experts import copy_experts
+from autopar.passes.copy_experts import with_places
 from autopar.passes.expert_places import ExpertPlaces
 from autopar.passes.observed import ExpertCount
 from autopar.passes.pipeline import emit
-from autopar.passes.renumber_experts import renumber_experts
 from autopar.runtime.inputs import check_inputs_divide
 from autopar.runtime.step import CompiledStep, geometry_of
 from autopar.sharding.layout import Layout
@@ -62,7 +61,7 @@ class BoundStep:
         check_inputs_divide(step.program, step.assignment)
         self.planned, self.mesh, self.places = step, mesh, places
         self.copy_bytes = 0  # more than planned on this rank at the peak, with copies of experts
-        self.step = step = _placed(step, places) if places else step
+        self.step = step = replace(step, local=with_places(step.local, places or {}))
         kinds = {item.node: item.kind for item in step.program.inputs}
         self._forward_nodes = placeholder_names(step.local.forward)
         backward = step.local.backward
@@ -165,17 +164,6 @@ class BoundStep:
         values = [tangents[node] if node in self.tangent_nodes else saved.pop() for node in self._backward_nodes]
         with torch.autocast(self.mesh.device_type, enabled=False):
             return run(backward, values, "backward")
-
-
-def _placed(step: CompiledStep, places: Mapping[str, ExpertPlaces]) -> CompiledStep:
-    geometry = step.local.geometry
-
-    def placed(gm: fx.GraphModule) -> fx.GraphModule:
-        return copy_experts(renumber_experts(gm, places, geometry), places, geometry)
-
-    local = step.local
-    backward = None if local.backward is None else placed(local.backward)
-    return replace(step, local=replace(local, forward=placed(local.forward), backward=backward))
 
 
 def placeholder_names(gm: fx.GraphModule) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,8 +30,9 @@ from autopar.runtime.bound_step import BoundStep, RunGraph, plainly
 from autopar.runtime.checks import LARGEST, RankGroup
 from autopar.runtime.execution import Call, Reduction, State, has_pending_gradients, run_call
 from autopar.runtime.experts.load import ExpertCounter, ExpertLoad
-from autopar.runtime.experts.placed import PlacedExperts
+from autopar.runtime.experts.placed import MovableExperts
 from autopar.runtime.experts.rebalance import Rebalance, decide, read_decision, result_of
+from autopar.runtime.experts.weights import ExpertWeights
 from autopar.runtime.held_memory import SteppedOptimizers, local_parts
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import call_key, modes_now, user_tensors
@@ -45,7 +46,7 @@ from autopar.runtime.parameters import (
 )
 from autopar.runtime.recorder import Recorder, Standing, merged
 from autopar.runtime.session import Session, model_key
-from autopar.runtime.step import PlanLike, StepCompiler
+from autopar.runtime.step import ExpertCompiler, PlanLike, StepCompiler
 from autopar.sharding.dtensors import layout_of, to_device, to_host
 from autopar.sharding.layout import Layout
 
@@ -64,7 +65,6 @@ class _StepSession(Session):
 
     compiler: StepCompiler
     counter: ExpertCounter
-    experts: PlacedExperts
     steps: dict[str, BoundStep] = field(default_factory=dict)
     shown: BoundStep | None = None  # the step whose plan and graphs the properties show
     planned: Planned = Planned.NOTHING
@@ -94,10 +94,7 @@ class ParallelModule(Container):
         """`example_inputs`: the positional and the keyword arguments of the call to plan for now."""
         super().__init__()
         module = as_module(model)
-        experts = PlacedExperts()
-        session = _StepSession(
-            module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh), experts=experts
-        )
+        session = _StepSession(module, mesh, RankGroup(mesh), compiler=compiler, counter=ExpertCounter(mesh))
         self.__dict__["_autopar"] = session
         session.check_call(model_key(module))
         if next(module.parameters(), None) is None:
@@ -162,57 +159,84 @@ class ParallelModule(Container):
         Called on every rank, between an optimizer's step and the next call. Parameters, gradients and the state of
         their optimizers move; what is trained stays the same up to the order of sums. Experts keep the model's numbers
         for the router, `expert_load`, state_dict() and the optimizer's (both of which need every rank from then on);
-        the values of `parameters()` lie in the order of their places. `replicas`: slots of every layer in all; those
-        beyond one for each expert hold copies of what is chosen most, fetched from the owners in each step, which get
-        the gradients: nothing else knows of them. None: no copies. `move_cost`: how many tokens of the load counted
-        so far a moved expert must take off the slowest group of its layer; `time_limit_s`: of the search.
+        the values of `parameters()` lie in the order of `expert_load.owners`. `replicas`: slots of every layer in all;
+        those beyond one for each expert hold copies of what is chosen most, fetched from the owners in each step, which
+        get the gradients: nothing else knows of them. None: no copies. `move_cost`: how many tokens of the load counted
+        so far a moved expert must take off the slowest group of its layer; `time_limit_s`: of the search. In a pipeline
+        experts stay in their stages.
         Raises UnsupportedOptionError where no layer's experts can be moved, or an optimizer's state cannot follow;
         ExpertPlacementError for replicas that do not divide; MemoryLimitError for copies beyond the plan's limit.
         """
-        session, shown, parameters = self._steps, self._shown(), self._parameters_by_name()
+        session, parameters = self._session, self._parameters_by_name()
         self._check_initialized()
-        if session.putting_off or has_pending_gradients(parameters):
-            raise UnsupportedOptionError(
-                "experts were to be moved while gradients are not yet summed over the ranks",
-                fix="leave no_sync, call backward() and the optimizer's step first",
-            )
+        self._check_gradients_are_summed()
         load = self.expert_load
-        others = [step for step in session.steps.values() if step is not shown]
-        programs = [step.step.program for step in (shown, *others)]
-        weights, items, kept = session.experts.movable(programs, shown.expert_counts, load)
-        if any(name in session.hosted for item in weights for name in item.parameters):
-            raise UnsupportedOptionError(
-                "experts were to be moved whose weights lie on the host",
-                fix="pin their weights to 'keep', and plan again",
-            )
-        session.ranks.all_succeed(lambda: session.experts.check_states(weights, parameters))
+        weights, items, kept = self._movable(load)
+        session.ranks.all_succeed(lambda: self._check_can_follow(weights))
         place = partial(
-            session.compiler.place_experts, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s
+            self._expert_compiler.place_experts, replicas=replicas, move_cost=move_cost, time_limit_s=time_limit_s
         )
         text = session.ranks.first_decides(lambda: decide(items, place, replicas))
         wanted, received = read_decision(text, items), 0
         if any(item.places != places for item, places in zip(items, wanted, strict=True)):
             by_name = {name: to for item, to in zip(weights, wanted, strict=True) for name in item.parameters}
-            steps = session.ranks.all_succeed(lambda: self._steps_with(by_name))
+            put_in_place = session.ranks.all_succeed(lambda: self._with_places(by_name))
             received = session.experts.move(weights, wanted, parameters, self)
-            session.shown = next(steps[key] for key, step in session.steps.items() if step is shown)
-            session.steps = steps
-        copied = max((step.copy_bytes for step in session.steps.values()), default=0)
+            put_in_place()
         layers = [layer for item in items for layer in item.layers]
         report = result_of(load, layers, self.expert_load.holders, kept)
-        return report(*zip(*session.ranks.gather((received, copied)), strict=True))
+        return report(*zip(*session.ranks.gather((received, self._copy_bytes())), strict=True))
 
-    def _steps_with(self, wanted: Mapping[str, ExpertPlaces]) -> dict[str, BoundStep]:
-        """Every step, with the experts where they are to be: by name of a parameter."""
-        experts, steps = self._steps.experts, self._steps.steps
-        return {key: self._placed(step, experts.places(step.step.program, wanted)) for key, step in steps.items()}
+    @property
+    def _expert_compiler(self) -> ExpertCompiler:
+        return self._steps.compiler
+
+    def _check_gradients_are_summed(self) -> None:
+        if self._steps.putting_off or has_pending_gradients(self._parameters_by_name()):
+            raise UnsupportedOptionError(
+                "experts were to be moved while gradients are not yet summed over the ranks",
+                fix="leave no_sync, call backward() and the optimizer's step first",
+            )
+
+    def _movable(self, load: ExpertLoad) -> MovableExperts:
+        """The same on all ranks; see `PlacedExperts.movable`."""
+        session, shown = self._steps, self._shown()
+        others = [step for step in session.steps.values() if step is not shown]
+        programs = [step.step.program for step in (shown, *others)]
+        return session.experts.movable(programs, shown.expert_counts, load)
+
+    def _check_can_follow(self, weights: Sequence[ExpertWeights]) -> None:
+        """Raise UnsupportedOptionError for parameters of this rank, and optimizer state, that cannot be moved."""
+        if any(name in self._session.hosted for item in weights for name in item.parameters):
+            raise UnsupportedOptionError(
+                "experts were to be moved whose weights lie on the host",
+                fix="pin their weights to 'keep', and plan again",
+            )
+        self._session.experts.check_states(weights, self._parameters_by_name())
+
+    def _with_places(self, wanted: Mapping[str, ExpertPlaces]) -> Callable[[], None]:
+        """Make every step for experts that are where they are to be, by name of a parameter; what is given lets them be
+        used. MemoryLimitError for one that does not fit then."""
+        session = self._steps
+        places = {key: session.experts.places(step.step.program, wanted) for key, step in session.steps.items()}
+        steps = {key: self._placed(step, places[key]) for key, step in session.steps.items()}
+
+        def use() -> None:
+            session.shown = next(steps[key] for key, step in session.steps.items() if step is session.shown)
+            session.steps = steps
+
+        return use
 
     def _placed(self, step: BoundStep, places: Mapping[str, ExpertPlaces]) -> BoundStep:
-        """A step with its experts in their places; MemoryLimitError if it does not fit then."""
         placed = step.with_places(places)
         if any(item.has_copies for item in places.values()):
-            placed.copy_bytes = self._steps.compiler.copy_bytes(step.planned, placed.step.local)
+            planned = step.planned
+            placed.copy_bytes = self._expert_compiler.copy_bytes(planned.plan, planned.local, placed.step.local)
         return placed
+
+    def _copy_bytes(self) -> int:
+        """What copies of experts take on this rank, more than planned."""
+        return max(step.copy_bytes for step in self._steps.steps.values())
 
     @property
     def _session(self) -> Session:

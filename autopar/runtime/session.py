@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.checks import RankGroup
+from autopar.runtime.experts.placed import PlacedExperts
 from autopar.runtime.recorder import Recorder
 
 
@@ -25,6 +26,7 @@ class Session:
     calls: int = 0  # since that seed was set
     recorder: Recorder | None = None  # while a run is recorded
     hosted: frozenset[str] = frozenset()  # the parameters that lie on the host
+    experts: PlacedExperts = field(default_factory=PlacedExperts)
 
     def check_call(self, key: str) -> None:
         """Compare a key over all ranks, and take the first rank's seed: calls count from a new one."""

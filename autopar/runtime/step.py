@@ -34,23 +34,8 @@ class CompiledStep:
     plan: PlanLike
 
 
-class StepCompiler(Protocol):
-    """Makes compiled steps; called on all ranks at once."""
-
-    def compile_step(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        parameter_layouts: Mapping[str, Layout] | None,
-        hosted: frozenset[str] | None,
-    ) -> CompiledStep:
-        """Capture, plan and emit `model(*args, **kwargs)` in the modes (training, gradients, autocast) of the moment.
-
-        `parameter_layouts`, if given, are fixed, and so is which parameters are `hosted`, on the host: another shape or
-        mode of a model whose parameters lie there already.
-        """
+class ExpertCompiler(Protocol):
+    """Says where experts are best placed, and what copies of them take; called on one rank, or on each by itself."""
 
     def place_experts(
         self,
@@ -66,10 +51,29 @@ class StepCompiler(Protocol):
         `load`: [layers, experts]. `current`: where they are now.
         """
 
-    def copy_bytes(self, step: CompiledStep, local: LocalProgram) -> int:
-        """By how much `local`, the step with copies of experts, raises what this rank holds at most.
+    def copy_bytes(self, plan: PlanLike, planned: LocalProgram, copied: LocalProgram) -> int:
+        """By how much a rank holds more at most, at this or another of a plan's stages, with copies of experts.
 
         Raises MemoryLimitError where that goes beyond the plan's limit.
+        """
+
+
+class StepCompiler(ExpertCompiler, Protocol):
+    """Makes compiled steps; called on all ranks at once."""
+
+    def compile_step(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        parameter_layouts: Mapping[str, Layout] | None,
+        hosted: frozenset[str] | None,
+    ) -> CompiledStep:
+        """Capture, plan and emit `model(*args, **kwargs)` in the modes (training, gradients, autocast) of the moment.
+
+        `parameter_layouts`, if given, are fixed, and so is which parameters are `hosted`, on the host: another shape or
+        mode of a model whose parameters lie there already.
         """
 
 

@@ -19,10 +19,9 @@ from autopar.capture.program import Program
 from autopar.capture.trace import capture
 from autopar.mesh import Mesh
 from autopar.nn import Experts, MixtureOfExperts, Routing, SwitchGate, TopKGate
-from autopar.passes.copy_experts import copy_experts
+from autopar.passes.copy_experts import copy_experts, with_places
 from autopar.passes.expert_places import ExpertPlaces, routes_of
 from autopar.passes.pipeline import LocalProgram
-from autopar.passes.renumber_experts import renumber_experts
 from autopar.planner.liveness import predicted_timeline
 from autopar.planner.make import plan_program
 from autopar.runtime.memory_tracker import LockstepMemory
@@ -80,15 +79,6 @@ def anywhere(mesh: tuple[int, ...], axes: tuple[int, ...], replicas: int, seed: 
     return ExpertPlaces(tuple(experts), computed, axes)
 
 
-def copied(local: LocalProgram, places: dict[str, ExpertPlaces]) -> LocalProgram:
-    assert local.backward is not None
-    forward, backward = (
-        copy_experts(renumber_experts(gm, places, local.geometry), places, local.geometry)
-        for gm in (local.forward, local.backward)
-    )
-    return replace(local, forward=forward, backward=backward)
-
-
 @pytest.mark.parametrize("push", [1.0, 10.0])
 @pytest.mark.parametrize(("mesh", "layout", "axes"), CASES)
 def test_training_with_copies_is_that_of_one_device(
@@ -100,7 +90,9 @@ def test_training_with_copies_is_that_of_one_device(
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in (single, twin)]
     for step in range(4):  # placed anew in each
         places = {layer: anywhere(mesh, axes, 16 if step % 2 else 24, 10 * step + len(layer)) for layer in LAYERS}
-        found = step_with_copies(twin, tokens(step), [copied(local, places) for local in programs], assignment, places)
+        found = step_with_copies(
+            twin, tokens(step), [with_places(local, places) for local in programs], assignment, places
+        )
         loss = single(tokens(step))
         loss.backward()
         expected = {name: parameter.grad for name, parameter in single.named_parameters()}
@@ -143,7 +135,7 @@ def test_where_every_rank_has_all_tokens_each_computes_its_slots() -> None:
     programs = emit_all(program, assignment)
     assert not any("all_to_all" in str(node.target) for node in programs[0].forward.graph.nodes)
     places = {layer: anywhere((2,), (0,), 12, len(layer)) for layer in LAYERS}
-    with_copies = [copied(local, places) for local in programs]
+    with_copies = [with_places(local, places) for local in programs]
     assert all("sum_copies" in str(local.backward and local.backward.graph) for local in with_copies)
     found = step_with_copies(model, tokens(0), with_copies, assignment, places)
     loss = model(tokens(0))
@@ -173,7 +165,7 @@ def test_copies_take_the_memory_that_is_predicted() -> None:
     program, assignment = planned(model, x, (4,), "A")
     places = ExpertPlaces(tuple(range(8)), ((0, 1, 2, 3), (2, 3, 4, 5), (4, 5, 6, 7), (0, 1, 6, 7)), (0,))
     plain = emit_all(program, assignment)
-    programs = [copied(local, {"experts": places}) for local in plain]
+    programs = [with_places(local, {"experts": places}) for local in plain]
     memory = LockstepMemory(4)
     Step(model, (x,), programs, assignment).run(memory)
     for local, before, measured in zip(programs, plain, memory.peak_bytes, strict=True):
@@ -185,7 +177,7 @@ def test_copies_take_the_memory_that_is_predicted() -> None:
 def test_weights_are_fetched_before_each_op_and_gradients_go_back() -> None:
     program, assignment = planned(Model(1.0), tokens(0), (4,), "A")
     places = {"first.experts": anywhere((4,), (0,), 16, 1)}
-    local = copied(emit_all(program, assignment)[0], places)
+    local = with_places(emit_all(program, assignment)[0], places)
     exchange = "CHECK: index_select\nCHECK: all_to_all_single.default\nCHECK: wait_tensor\n"
     check(local.forward, 2 * exchange + "CHECK: autopar.experts\nCHECK-NOT: expert_places_of\nCHECK: autopar.experts")
     assert local.backward is not None

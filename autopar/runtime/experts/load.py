@@ -46,16 +46,22 @@ class ExpertLoad:
         return torch.stack(list(self.counts.values())) if sizes else torch.zeros((0, 0), dtype=torch.int64)
 
     @property
-    def holders(self) -> Mapping[str, Groups]:
-        """By layer, the experts that each group of ranks computes, in the order of the mesh; copies among them."""
+    def owners(self) -> Mapping[str, Groups]:
+        """By layer, the experts whose weights each group of ranks holds, in the order of their rows."""
         found: dict[str, Groups] = {}
         for layer, spans in self.spans.items():
             places = self.placed.get(layer)
-            if places is not None and len(places.computed) == len(spans):
+            experts = range(len(self.counts[layer])) if places is None else places.experts
+            found[layer] = tuple(tuple(experts[start:end]) for start, end in spans)
+        return MappingProxyType(found)
+
+    @property
+    def holders(self) -> Mapping[str, Groups]:
+        """By layer, the experts that each group of ranks computes, in the order of the mesh; copies among them."""
+        found = dict(self.owners)
+        for layer, places in self.placed.items():
+            if layer in found and len(places.computed) == len(found[layer]):
                 found[layer] = places.computed
-            else:
-                experts = tuple(range(len(self.counts[layer]))) if places is None else places.experts
-                found[layer] = tuple(experts[start:end] for start, end in spans)
         return MappingProxyType(found)
 
     @property
@@ -136,10 +142,14 @@ class ExpertCounter:
 Spans = Mapping[str, tuple[tuple[int, int], ...]]
 
 
-def of_all_stages(parts: Sequence[tuple[Sequence[tuple[str, list[int]]], Spans]], layers: Sequence[str]) -> ExpertLoad:
+def of_all_stages(
+    parts: Sequence[tuple[Sequence[tuple[str, list[int]]], Spans]],
+    layers: Sequence[str],
+    placed: Mapping[str, ExpertPlaces],
+) -> ExpertLoad:
     """From the counts and the spans that each rank of a pipeline has of its own stages; `layers` in their order.
 
-    The ranks of one stage have the same.
+    The ranks of one stage have the same. `placed`: see `ExpertLoad`.
     """
     counts = {layer: count for own, _ in parts for layer, count in own}
     spans = {layer: held for _, own in parts for layer, held in own.items()}
@@ -147,4 +157,5 @@ def of_all_stages(parts: Sequence[tuple[Sequence[tuple[str, list[int]]], Spans]]
     return ExpertLoad(
         MappingProxyType({layer: torch.tensor(counts[layer], dtype=torch.int64) for layer in known}),
         MappingProxyType({layer: spans[layer] for layer in known}),
+        MappingProxyType(dict(placed)),
     )

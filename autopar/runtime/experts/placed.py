@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from autopar.runtime.experts.row_moves import RowMover
 from autopar.runtime.experts.weights import ExpertWeights, expert_weights
 from autopar.runtime.mirror import Container
 
+MovableExperts = tuple[list[ExpertWeights], list[Movable], dict[str, str]]
+"""Weights and places of the layers whose experts may move; by layer, why the others' may not."""
+
 
 @dataclass
 class PlacedExperts:
@@ -33,7 +37,8 @@ class PlacedExperts:
     def watch_weights(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
         """Notice the optimizers of the experts' weights from here on."""
         for item in expert_weights(program):
-            self.watch.parameters |= {id(parameters[name]): parameters[name] for name in item.parameters}
+            own = [parameters[name] for name in item.parameters if name in parameters]
+            self.watch.parameters |= {id(parameter): parameter for parameter in own}
 
     def order_of(self, item: ExpertWeights) -> ExpertOrder | None:
         return next((self.orders[name] for name in item.parameters if name in self.orders), None)
@@ -71,16 +76,21 @@ class PlacedExperts:
         return found
 
     def movable(
-        self, programs: Sequence[Program], counts: Iterable[ExpertCount], load: ExpertLoad
-    ) -> tuple[list[ExpertWeights], list[Movable], dict[str, str]]:
-        """(weights and places of the layers whose experts may move; by layer, why the others' may not).
+        self,
+        programs: Sequence[Program],
+        counts: Iterable[ExpertCount],
+        load: ExpertLoad,
+        shared: Mapping[str, str] = MappingProxyType({}),
+    ) -> MovableExperts:
+        """What may be moved.
 
-        `counts`: of the first of the programs, which says who holds what. Raises UnsupportedOptionError without layers
-        whose experts stand on several groups of ranks.
+        `counts`: of the first of the programs, which says who holds what. `shared`: by name of a parameter, what else
+        keeps it where it is. Raises UnsupportedOptionError without layers whose experts stand on several groups of
+        ranks.
         """
         known = {count.layer: count for count in counts}
         obstacles = {name: item.obstacle for program in programs for item in expert_weights(program)
-                     for name in item.parameters if item.obstacle}  # fmt: skip
+                     for name in item.parameters if item.obstacle} | dict(shared)  # fmt: skip
         weights, items, kept = list[ExpertWeights](), list[Movable](), dict[str, str]()
         for item in expert_weights(programs[0]):
             held, axes = known[item.layers[0]].spans, known[item.layers[0]].holders
@@ -111,9 +121,8 @@ class PlacedExperts:
 
     def check_states(self, weights: Sequence[ExpertWeights], parameters: Mapping[str, Tensor]) -> None:
         """Raise UnsupportedOptionError for a state of an optimizer that could not move along."""
-        for item in weights:
-            for name in item.parameters:
-                self.watch.states(parameters[name])
+        for name in {name for item in weights for name in item.parameters} & set(parameters):
+            self.watch.states(parameters[name])
 
     def move(
         self,
@@ -123,18 +132,18 @@ class PlacedExperts:
         root: Container,
     ) -> int:
         """Bring every layer's experts to the rows that are wanted, with their gradients and optimizer state; bytes
-        received."""
+        received. `parameters`: those of this rank; what other stages hold, these move."""
         received = 0
         for item, places in zip(weights, wanted, strict=True):
             order = self.order_of(item)
             before = inverse(order.experts) if order is not None else range(item.experts)
             sources = [before[expert] for expert in places.experts]
             order = order or ExpertOrder(self.mover, places)
-            for name in item.parameters:
+            self.orders |= dict.fromkeys(item.parameters, order)
+            for held in (parameters[name] for name in item.parameters if name in parameters):
                 if sources != list(range(item.experts)):
-                    received += self._move(parameters[name], sources)
-                self.orders[name] = order
-                self.watch.orders[id(parameters[name])] = order
+                    received += self._move(held, sources)
+                self.watch.orders[id(held)] = order
             order.places = places
         for module in root.modules():
             assert isinstance(module, Container)

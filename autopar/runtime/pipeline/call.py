@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.program import LeafIndex, OmittedOutput, OutputKind, ProgramOutput
+from autopar.errors import UnsupportedOptionError
 from autopar.runtime.pipeline.gathered import OutputKey
 from autopar.runtime.pipeline.run import BoundPipeline
 from autopar.runtime.pipeline.step import user_outputs
@@ -80,6 +81,10 @@ class Call:
 
     def delivered(self, arrived: Mapping[ProgramOutput, Tensor | None]) -> list[Tensor | None]:
         """The gradients of this rank's parameters, from what arrived at the outputs."""
+        if self.bound.replaced:
+            raise UnsupportedOptionError(
+                "experts were moved between a call and its backward", fix="call backward() first, then rebalance()"
+            )
         given = {output: tangent for output, tangent in arrived.items() if tangent is not None}
         if not given:
             return [None for _ in self.names]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -17,8 +19,11 @@ from torch.utils import _pytree as pytree
 from autopar.capture.program import InputKind, Program
 from autopar.capture.trace import Model, as_module
 from autopar.errors import InputError, UnsupportedOptionError
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.runtime.checks import RankGroup
 from autopar.runtime.experts.load import ExpertCounter, ExpertLoad, of_all_stages
+from autopar.runtime.experts.order import inverse
+from autopar.runtime.experts.placed import MovableExperts
 from autopar.runtime.experts.weights import expert_weights
 from autopar.runtime.initialise import initialise, is_meta
 from autopar.runtime.inputs import user_tensors
@@ -33,7 +38,7 @@ from autopar.runtime.pipeline.step import PipelineStep, user_outputs
 from autopar.runtime.pipeline.weights import Update
 from autopar.runtime.pipeline.worker import Worker
 from autopar.runtime.session import Session, model_key
-from autopar.runtime.step import PlanLike
+from autopar.runtime.step import ExpertCompiler, PlanLike
 from autopar.sharding.dtensors import as_dtensor, layout_of, on_device, to_host
 from autopar.sharding.layout import Layout, replicated
 from autopar.torch_compat import apply_function
@@ -47,7 +52,7 @@ class CompiledPipeline:
     plan: PlanLike
 
 
-class PipelineCompiler(Protocol):
+class PipelineCompiler(ExpertCompiler, Protocol):
     """Makes compiled pipelines; called on all ranks at once."""
 
     def compile_pipeline(
@@ -107,6 +112,7 @@ class PipelineModule(ParallelModule):
         parameters, buffers = self._distributed(bound)
         mirror(module, self, parameters, buffers)
         session.hosted = bound.hosted
+        session.experts.watch_weights(bound.step.staged.program, self._parameters_by_name())
         session.first = self._agreed_key(args, kwargs)
         session.steps[session.first] = bound, plan
         if optimizer is not None:
@@ -184,23 +190,68 @@ class PipelineModule(ParallelModule):
         parts = session.ranks.gather(
             ([(layer, count.tolist()) for layer, count in own.counts.items()], dict(own.spans))
         )
-        return of_all_stages(parts, [layer for item in expert_weights(self.program) for layer in item.layers])
+        layers = [layer for item in expert_weights(self.program) for layer in item.layers]
+        return of_all_stages(parts, layers, session.experts.placed([self.program]))
 
     def reset_expert_load(self) -> None:
         """Count from zero again."""
         self._pipeline.counter.reset()
 
-    def rebalance(self, *, replicas: int | None = None, move_cost: float = 0.0, time_limit_s: float = 10.0) -> NoReturn:
-        raise UnsupportedOptionError(
-            "a pipeline does not move its experts: their order is known to a step on one mesh alone",
-            fix="use a mesh without a pipeline axis, or place the experts before training",
+    @property
+    def _expert_compiler(self) -> ExpertCompiler:
+        return self._pipeline.compiler
+
+    def _check_gradients_are_summed(self) -> None:
+        """They are, once a call is through."""
+
+    def _movable(self, load: ExpertLoad) -> MovableExperts:
+        """Of all stages."""
+        session, first = self._pipeline, self._first
+        others = [bound for bound, _ in session.steps.values() if bound is not first]
+        programs = [bound.step.staged.program for bound in (first, *others)]
+        counts = [count for own in session.ranks.gather(first.expert_counts) for count in own]
+        stages = Counter(
+            item.name
+            for stage in first.step.staged.stages
+            for item in stage.program.inputs
+            if item.kind is InputKind.PARAMETER
         )
+        shared = {name: "several stages read its weights" for name, count in stages.items() if count > 1}
+        return session.experts.movable(programs, counts, load, shared)
+
+    def _with_places(self, wanted: Mapping[str, ExpertPlaces]) -> Callable[[], None]:
+        session = self._pipeline
+        steps = {key: (self._placed_stages(bound, plan, wanted), plan) for key, (bound, plan) in session.steps.items()}
+
+        def use() -> None:
+            for bound, _ in session.steps.values():
+                bound.replaced = True
+            session.steps = steps
+
+        return use
+
+    def _placed_stages(
+        self, bound: BoundPipeline, plan: PlanLike, wanted: Mapping[str, ExpertPlaces] = MappingProxyType({})
+    ) -> BoundPipeline:
+        """A call's stages with the experts where they are, or are to be; MemoryLimitError if one does not fit then."""
+        experts = self._pipeline.experts
+        placed = bound.with_places(lambda program: experts.places(program, wanted))
+        for stage, variants in placed.variants.items():
+            for before, after in zip(placed.planned[stage], variants, strict=True):
+                if any(places.has_copies for places in experts.places(after.program, wanted).values()):
+                    more = self._expert_compiler.copy_bytes(plan, before.lanes[0], after.lanes[0])
+                    placed.copy_bytes = max(placed.copy_bytes, more)
+        return placed
+
+    def _copy_bytes(self) -> int:
+        return max(bound.copy_bytes for bound, _ in self._pipeline.steps.values())
 
     def _recorded_load(self) -> None:
         return None
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is left to do: the parameters lie as planned from the start."""
+        """Let the state that an optimizer already holds follow experts that `rebalance` moves."""
+        self._pipeline.experts.watch.note(optimizer)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """One call of the schedule with its updates of the weights; the mean of the microbatches' losses.
@@ -308,11 +359,16 @@ class PipelineModule(ParallelModule):
                 continue
             if place.rank == rank:
                 assert held is not None
-                full = on_device(cast(DTensor, held.grad)).full_tensor().contiguous()
+                full = self._in_model_order(name, on_device(cast(DTensor, held.grad)).full_tensor()).contiguous()
             else:
                 full = torch.empty(known[name].shape, dtype=known[name].dtype, device=device)
             found[name] = place.broadcast(full, rank)
         return found
+
+    def _in_model_order(self, name: str, full: Tensor) -> Tensor:
+        """A full value of a parameter, whose rows may be experts that were moved."""
+        order = self._pipeline.experts.orders.get(name)
+        return full if order is None else full[inverse(order.experts)]
 
     def counted_parameters(self) -> set[str]:
         """This rank's parameters but those that an earlier stage's rank has too: each counts once in all."""
@@ -346,7 +402,8 @@ class PipelineModule(ParallelModule):
         session = self._pipeline
         compiled = session.compiler.compile_pipeline(session.model, args, kwargs, like=like)
         session.ranks.agree("the plan", compiled.plan.hash)
-        bound = session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
+        made = session.ranks.all_succeed(lambda: BoundPipeline(compiled.step, session.place))
+        bound = session.ranks.all_succeed(lambda: self._placed_stages(made, compiled.plan))
         session.counter.expect(bound.expert_counts)
         return bound, compiled.plan
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.program import OutputKind
+from autopar.capture.program import OutputKind, Program
+from autopar.passes.copy_experts import with_places
+from autopar.passes.expert_places import ExpertPlaces
 from autopar.passes.observed import ExpertCount
 from autopar.runtime.experts.load import ExpertCounter
 from autopar.runtime.pipeline.gathered import OutputKey
@@ -24,20 +26,40 @@ from autopar.runtime.step import geometry_of
 from autopar.schedules.actions import Action
 from autopar.sharding.dtensors import as_dtensor
 
+Variants = dict[int, tuple[StageVariant, ...]]  # by stage
+
 
 @dataclass
 class BoundPipeline:
-    """A compiled pipeline on this rank: its stages, emitted."""
+    """A compiled pipeline on this rank: its stages, emitted; as planned, and with experts where they are.
+
+    `replaced`: experts were moved since: calls that are not through cannot be finished.
+    """
 
     step: PipelineStep
     place: PipelineRank
-    variants: dict[int, tuple[StageVariant, ...]] = field(default_factory=dict)
+    planned: Variants = field(default_factory=dict)
+    variants: Variants = field(default_factory=dict)
+    replaced: bool = False
+    copy_bytes: int = 0  # more than planned on this rank at the peak, with copies of experts
 
     def __post_init__(self) -> None:
-        geometry = geometry_of(self.place.stage_mesh)
-        for stage in self.step.schedule.stages_of(self.place.rank):
-            self.variants[stage] = self.step.variants(stage, [geometry])
+        if not self.planned:
+            geometry = geometry_of(self.place.stage_mesh)
+            stages = self.step.schedule.stages_of(self.place.rank)
+            self.planned = {stage: self.step.variants(stage, [geometry]) for stage in stages}
+        self.variants = self.variants or self.planned
         self.lane = RealLane(self.place.stage_mesh)
+
+    def with_places(self, places_of: Callable[[Program], Mapping[str, ExpertPlaces]]) -> BoundPipeline:
+        """The same pipeline, once experts were moved: by layer of a stage's program, where they are."""
+
+        def placed(variant: StageVariant) -> StageVariant:
+            places = places_of(variant.program)
+            return replace(variant, lanes=tuple(with_places(lane, places) for lane in variant.lanes))
+
+        variants = {stage: tuple(map(placed, items)) for stage, items in self.planned.items()}
+        return BoundPipeline(self.step, self.place, self.planned, variants)
 
     @property
     def actions(self) -> tuple[Action, ...]:
