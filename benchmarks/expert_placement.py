@@ -159,7 +159,7 @@ INTRODUCTION = """# Where experts stand
 
 `autopar.search.place_experts` chooses, for each layer, which devices hold which experts and how many replicas of each
 there are, from the tokens that each expert gets (`expert_load` of a layer of [moe.md](moe.md)). Every device has
-equally many slots.
+equally many slots. `pmodel.rebalance(replicas=...)` brings a running module there.
 
 ```python
 >>> from autopar.search import place_experts

@@ -71,8 +71,8 @@ class _Copier:
                 weight = node.args[argument]
                 if isinstance(weight, fx.Node):
                     node.update_arg(argument, self._fetched(weight, hops, rows))
-        node.meta["val"] = self.build.value_of_call(node)
         if begin:
+            node.meta["val"] = self.build.value_of_call(node)
             self._return(node, hops, rows, len(places.owned[0]))
 
     def _held(self, name: str, hop: Hop, reader: fx.Node) -> fx.Node:

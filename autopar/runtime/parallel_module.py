@@ -222,7 +222,8 @@ class ParallelModule(Container):
         steps = {key: self._placed(step, places[key]) for key, step in session.steps.items()}
 
         def use() -> None:
-            session.shown = next(steps[key] for key, step in session.steps.items() if step is session.shown)
+            found = (steps[key] for key, step in session.steps.items() if step is session.shown)
+            session.shown = next(found, session.shown)
             session.steps = steps
 
         return use

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UnsupportedOptionError
 from autopar.nn import Experts, MixtureOfExperts, TopKGate
 from autopar.runtime.pipeline.module import PipelineModule
 from tests.autopar.runtime.experts.test_rebalance import WIDTH, adam, distance, full
@@ -92,6 +92,30 @@ def train_and_rebalance(schedule: str, microbatches: int) -> dict[str, Any]:
         message = str(error)
     holders = dict(pmodel.expert_load.holders)
     return {"gaps": gaps, "counts": counts, "reports": reports, "message": message, "holders": holders}
+
+
+class Tied(Blocks):
+    """Both layers have the same experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].experts = self.blocks[0].experts
+
+
+def rebalance_tied() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    pmodel = autopar.compile(Tied(), mesh, example_inputs=batch(0), schedule="1f1b", microbatches=1, **OPTIONS)
+    pmodel(batch(0)).backward()
+    try:
+        pmodel.rebalance()
+    except UnsupportedOptionError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_experts_that_several_stages_share_stay() -> None:
+    for message in run_on_ranks(rebalance_tied, 4):
+        assert "no layer's experts can be moved" in message and "several stages read its weights" in message
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("zb-h1", 2)])
