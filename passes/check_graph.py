@@ -59,16 +59,18 @@ def check_packed(gm: fx.GraphModule, job: Emission) -> None:
 
 
 def check_hosted(gm: fx.GraphModule, job: Emission) -> None:
-    """What lies on the host is read by copies to the device alone, and its gradient leaves as a copy on the host."""
+    """What lies on the host is read by copies to the device alone, and its gradient leaves as a copy on the host,
+    unless it stays."""
     hosted = job.assignment.hosted
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.name in hosted:
             readers = [user.name for user in node.users if not (is_copy(user) or is_copy_wait(user))]
             assert not readers, f"{node.name} is on the host, and {readers} read it"
-    names = {item.name for item in job.program.inputs if item.node in hosted}
+    names = {item.name: item.node in job.assignment.staying for item in job.program.inputs if item.node in hosted}
     for output, node in zip(job.program.outputs, results_of(gm.graph), strict=True):
         if output.kind is OutputKind.GRADIENT and output.name in names and node is not None:
-            assert is_copy_wait(node), f"the gradient of {output.name} stays on the device"
+            stays = not is_copy_wait(node)
+            assert stays == names[output.name], f"{output.name}: whether its gradient leaves to the host"
 
 
 def check_values(gm: fx.GraphModule, job: Emission) -> None:

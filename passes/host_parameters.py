@@ -14,15 +14,16 @@ from autopar.passes.copy_graph import copy_graph
 from autopar.passes.host_copies import INHERITED_META, ahead, behind, waited
 from autopar.passes.late_readers import LateReaders, crossing, family, late_behind
 from autopar.passes.local_call import GraphBuilder, RankGeometry
+from autopar.sharding.assignment import Assignment
 
 ON_HOST = "on_host"
 """Under this key of its metadata a placeholder says that its value lies on the host."""
 
 
 def host_parameters(
-    gm: fx.GraphModule, program: Program, hosted: Set[str], geometry: RankGeometry, fake_calls: FakeCalls
+    gm: fx.GraphModule, program: Program, assignment: Assignment, geometry: RankGeometry, fake_calls: FakeCalls
 ) -> fx.GraphModule:
-    """Let the parameters `hosted`, by node name, be given on the host, and their gradients leave to it.
+    """Let the parameters that are `hosted` be given on the host, and their gradients leave to it, but those staying.
 
     Invariant: every value is what it was, and the order of all other ops of a phase but waits. Ensures: what is
     `hosted` is read by copies to the device alone, one in each phase that reads it; a view of it is taken of that copy.
@@ -30,7 +31,7 @@ def host_parameters(
     a gradient's sum over the ranks is waited for at most as many behind its start, and its copy to the host, which
     frees it, at most as many behind that.
     """
-    gm = copy_graph(gm)
+    gm, hosted = copy_graph(gm), assignment.hosted
     if not hosted:
         return gm
     late = late_behind(gm.graph, program)
@@ -43,7 +44,7 @@ def host_parameters(
         host.bring_late(node, across[node])
     for node, readers in sorted(host.early(own).items(), key=lambda item: min(item[1]), reverse=True):
         host.bring_early(node, readers)
-    host.send(program, {item.name for item in program.inputs if item.node in hosted})
+    host.send(program, {item.name for item in program.inputs if item.node in hosted - assignment.staying})
     return gm
 
 

@@ -62,7 +62,7 @@ RANK_PASSES: tuple[Pass, ...] = (
     Pass("schedule_collectives", lambda gm, _: schedule_collectives(gm), check_waits),
     Pass(
         "host_parameters",
-        lambda gm, job: host_parameters(gm, job.program, job.assignment.hosted, job.geometry, job.fake_calls),
+        lambda gm, job: host_parameters(gm, job.program, job.assignment, job.geometry, job.fake_calls),
         check_hosted,
     ),
     Pass(

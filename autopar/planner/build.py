@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,11 +42,14 @@ class PlanningProblem:
     mesh_shape: tuple[int, ...]
     edge_arguments: tuple[int, ...]
     fake_calls: FakeCalls = field(repr=False, compare=False)  # what the emissions of candidates have in common
+    gradients_stay: frozenset[str] = frozenset()  # parameters whose gradients stay on the device, wherever they lie
     _moves: dict[tuple[int, ...], MovesAgain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def assignment(self, choice: Sequence[int], residency: Residency = USUAL) -> Assignment:
         """What the passes need of a choice."""
-        return assignment_of(self.program, self.decisions, choice, self.mesh_shape, residency)
+        found = assignment_of(self.program, self.decisions, choice, self.mesh_shape, residency)
+        stay = {item.node for item in self.decisions if item.kind == "parameter" and item.name in self.gradients_stay}
+        return replace(found, staying=found.hosted & stay)
 
     def reads(self) -> Iterator[tuple[int, int, int, Matrix]]:
         """(producer, reader, which input of the reader, cost matrix) of every edge that moves a value."""

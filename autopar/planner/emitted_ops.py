@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.capture.program import InputKind, OutputKind
+from autopar.capture.program import InputKind, OutputKind, results_of
 from autopar.cost_models.simulator import TimedOp
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
@@ -23,6 +23,8 @@ from autopar.sharding.op_call import spec_of
 from autopar.stages.assign import size_of
 
 COMPUTE = "compute"
+UPDATE, SENT = "update ", "send gradient of "
+"""How the names of ops that run once a step begin, before a parameter's."""
 
 
 def emitted_ops(local: LocalProgram, prices: Prices, optimizer: Optimizer) -> tuple[TimedOp, ...]:
@@ -92,14 +94,32 @@ class _Walk:
         names = {item.node: item.name for item in self.local.program.inputs if item.kind is InputKind.PARAMETER}
         parameters = self.local.program.named_inputs(InputKind.PARAMETER).values()
         full = {node.name: spec_of(node.meta["val"]) for node in parameters}
+        staying = self._staying()
         for node in self.local.forward.graph.nodes:
             if node.op == "placeholder" and names.get(node.name) in trained:
                 step = self.prices.hosted_optimizer if node.meta.get(ON_HOST) else self.prices.optimizer
                 seconds = step(optimizer, full[node.name], node.meta["layout"]) / self.prices.microbatches
-                self._compute(f"update {names[node.name]}", seconds, f"optimizer {optimizer.name}")
-                if node.meta.get(ON_HOST) and self.prices.microbatches > 1:
+                stays = names[node.name] in staying
+                if node.meta.get(ON_HOST) and stays:
+                    self._send_gradient(names[node.name], size_of(node))
+                self._compute(f"{UPDATE}{names[node.name]}", seconds, f"optimizer {optimizer.name}")
+                if node.meta.get(ON_HOST) and self.prices.microbatches > 1 and not stays:
                     added_s = self.prices.hosted_sum(size_of(node))
                     self._compute(f"add to the gradient of {names[node.name]}", added_s, "on the host")
+
+    def _staying(self) -> set[str]:
+        """The parameters whose gradients the backward does not send to the host by itself."""
+        backward, outputs = self.local.backward, self.local.program.gradients
+        results = results_of(backward.graph) if backward is not None else ()
+        pairs = zip(outputs, results, strict=False)
+        return {output.name for output, node in pairs if node is not None and not is_copy_wait(node)}
+
+    def _send_gradient(self, name: str, bytes_: int) -> None:
+        """To the host once a step, of which a microbatch bears its share; the update waits for it."""
+        seconds = self.prices.host_copy(bytes_) / self.prices.microbatches
+        after, stream = self.last_compute + self.waited, "copies to the host"
+        self.waited += (len(self.ops),)
+        self.ops.append(TimedOp(f"{SENT}{name}", seconds, "communication", 0, stream, after, detail=f"{bytes_} bytes"))
 
 
 def _detail(node: fx.Node) -> str:

@@ -40,16 +40,26 @@ class Window:
     hiding_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SharedParameters:
+    """What several programs of one step read, by name. Its gradient stays on the device to the end of the step, where
+    the programs' parts of it are summed. `places`: whether it lies on the host, where another program has said so."""
+
+    names: frozenset[str] = frozenset()
+    places: Mapping[str, bool] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Hosting:
     """The parameters of a program that may lie on the host. `fixed`: names, where they lie there already and no others
-    do. `kept`: by name, why a parameter stays on its device whatever is asked."""
+    do. `kept`: by name, why a parameter stays on its device whatever is asked. `shared`: with other programs."""
 
     decisions: Sequence[Decision]
     prices: Prices
     optimizer: Optimizer = NO_OPTIMIZER
     fixed: Set[str] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)
+    shared: SharedParameters = SharedParameters()
 
     def why_not(self, index: int) -> str:
         """Why a decision is of no parameter that may lie on the host; nothing where it is."""
@@ -58,6 +68,8 @@ class Hosting:
             return "it is no parameter"
         if decision.name in self.kept:
             return self.kept[decision.name]
+        if self.shared.places.get(decision.name) is False:
+            return "it lies on the device in another stage"
         if not decision.specs[0] or not decision.specs[0].shape or index not in self._copies:
             return "it has no dims, or nothing reads it"
         return ""
@@ -73,14 +85,21 @@ class Hosting:
             if decision.kind == "parameter" and decision.specs[0] is not None
         }
         enough = LEAST * sum(sizes.values())
-        return tuple(index for index, bytes_ in sizes.items() if bytes_ >= enough and not self.why_not(index))
+        large = [index for index, bytes_ in sizes.items() if bytes_ >= enough]
+        return tuple(index for index in large if not self._is_elsewhere(index) and not self.why_not(index))
+
+    def _is_elsewhere(self, index: int) -> bool:
+        """Whether a parameter lies on the host because another program has it there."""
+        decision = self.decisions[index]
+        return decision.kind == "parameter" and self.shared.places.get(decision.name, False)
 
     def given(self, pins: Mapping[int, str]) -> frozenset[int]:
         """The parameters that lie on the host whatever is chosen."""
         if self.fixed is not None:
             named = (index for index, item in enumerate(self.decisions) if item.name in (self.fixed or ()))
             return frozenset(index for index in named if self.decisions[index].kind == "parameter")
-        return frozenset(index for index, pin in pins.items() if pin == HOSTED and not self.why_not(index))
+        pinned = (index for index, pin in pins.items() if pin == HOSTED and not self.why_not(index))
+        return frozenset(pinned) | frozenset(filter(self._is_elsewhere, range(len(self.decisions))))
 
     def open(self, pins: Mapping[int, str]) -> tuple[int, ...]:
         """The candidates that no pin has decided about: one to gather again what is stored does not say where."""
@@ -91,30 +110,32 @@ class Hosting:
         of gradients and of the step there."""
         copy_s = self.prices.host_copy(self._shard_bytes(index, pick))
         sent_s = self.prices.host_copy(self._gradient_bytes(index, pick))
-        found = [(copy_s, self._copies.get(index, ())), (sent_s, self._gradients.get(index, ()))]
+        found = [(copy_s, self._copies.get(index, ())), (sent_s, self._sent.get(index, ()))]
         overlap = self.prices.mesh.profile.overlap
         total = sum(each - overlap * min(each, window.hiding_s) for each, windows in found for window in windows)
         if index in self._gradients:
             spec, layout = self._place(index, pick)
             step_s = self.prices.hosted_optimizer(self.optimizer, spec, layout)
             step_s -= self.prices.optimizer(self.optimizer, spec, layout)
-            total += step_s / self.prices.microbatches + self.prices.hosted_sum(self._gradient_bytes(index, pick))
+            stays = index not in self._sent
+            total += (step_s + (sent_s if stays else 0.0)) / self.prices.microbatches
+            total += 0.0 if stays else self.prices.hosted_sum(self._gradient_bytes(index, pick))
         return total
 
     def hidden_s(self, index: int) -> tuple[float, ...]:
         """What of its copies computation may hide, in whole nanoseconds: alike in layers that are."""
-        return tuple(round(it.hiding_s, 9) for it in (*self._copies.get(index, ()), *self._gradients.get(index, ())))
+        return tuple(round(it.hiding_s, 9) for it in (*self._copies.get(index, ()), *self._sent.get(index, ())))
 
     def bytes(self, index: int, pick: int) -> int:
-        """What a parameter on the device holds there at the end of the step: its shard, gradient and state."""
-        gradient = self._gradient_bytes(index, pick) if index in self._gradients else 0
+        """What leaves the device with a parameter, at the end of the step: its shard, state, gradient if it is sent."""
+        gradient = self._gradient_bytes(index, pick) if index in self._sent else 0
         return int(self.decisions[index].bytes[pick]) + gradient
 
     def away(self, index: int, pick: int) -> Iterator[Life]:
         """What a parameter on the device holds that one on the host does not."""
         count = len(self.decisions)
         yield 0, moment(count, 0, count), float(self.decisions[index].bytes[pick])
-        for window in self._gradients.get(index, ()):
+        for window in self._sent.get(index, ()):
             yield moment(window.end, 0, count), moment(count, 0, count), float(self._gradient_bytes(index, pick))
 
     def copies(self, index: int, pick: int) -> Iterator[Life]:
@@ -122,6 +143,12 @@ class Hosting:
         count = len(self.decisions)
         for window in self._copies.get(index, ()):
             yield moment(window.start, 0, count), moment(window.end, 0, count), float(self._shard_bytes(index, pick))
+
+    @cached_property
+    def _sent(self) -> dict[int, list[Window]]:
+        """By parameter, its gradient on the device until it is copied to the host; none of those that stay."""
+        staying = self.shared.names
+        return {index: item for index, item in self._gradients.items() if self.decisions[index].name not in staying}
 
     def _shard_bytes(self, index: int, pick: int) -> int:
         return local_bytes(*self._place(index, pick), self.prices.mesh.shape)

@@ -23,7 +23,7 @@ from autopar.planner.constraints import Constraint, apply_constraints, residency
 from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.fit import Fit, Fitted
 from autopar.planner.hand_plans import HAND_PLANS, hand_plan
-from autopar.planner.hosting import Hosting
+from autopar.planner.hosting import Hosting, SharedParameters
 from autopar.planner.in_flight_fit import saving_less
 from autopar.planner.joint import Joint, joint_problem
 from autopar.planner.measure import ops_without_rule, plan_entries, predicted_step_s
@@ -77,6 +77,7 @@ class Options:
     microbatches: int = 1  # of a step; the program is that of one of them
     hosted: frozenset[str] | None = None  # the parameters that lie on the host, where that is fixed already
     kept_on_device: Mapping[str, str] = field(default_factory=dict)  # by name, why a parameter is never on the host
+    shared: SharedParameters = field(default_factory=SharedParameters)  # those of other programs of the step, too
 
     @property
     def of_stages(self) -> Options:
@@ -161,8 +162,9 @@ class Planner:
         self.planning = apply_constraints(
             planning, self.options.constraints, self.options.parameter_layouts, self.options.boundary_layouts
         )
-        optimizer, hosted = self.options.optimizer, self.options.hosted
-        self.hosting = Hosting(decisions, self.prices, optimizer, hosted, self.options.kept_on_device)
+        self.planning = replace(self.planning, gradients_stay=self.options.shared.names)
+        where = self.options.hosted, self.options.kept_on_device, self.options.shared
+        self.hosting = Hosting(decisions, self.prices, self.options.optimizer, *where)
         self.packing = Packing.of(decisions, self.prices, self.options.compress, self.hosting)
 
     def run(self) -> Planned:

@@ -16,12 +16,13 @@ from autopar.mesh import Mesh
 from autopar.planner.constraints import Constraint
 from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.decisions import result_key
+from autopar.planner.hosting import SharedParameters
 from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis
 from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.residency import HOSTED
-from autopar.planner.stage_hosting import Hosted, kept_on_devices
+from autopar.planner.stage_hosting import Hosted, hosted_names, kept_on_devices
 from autopar.planner.stage_search import Proposal
 from autopar.schedules.actions import Placement, rank_of
 from autopar.sharding.layout import Layout
@@ -56,6 +57,7 @@ def plan_stages(
     boundary: dict[str, Layout] = {}
     shared: dict[str, Layout] = {}
     found: list[Planned] = []
+    places: dict[str, bool] = {}  # of shared parameters, whether they lie on the host
     kept = kept_on_devices(staged)
     constraints = _by_stage(staged.stages, options.constraints, kept)
     for stage, own in zip(staged.stages, constraints, strict=True):
@@ -70,6 +72,7 @@ def plan_stages(
             microbatches=staged.microbatches.of_a_step,
             kept_on_device=kept,
             hosted=None if options.hosted is None else options.hosted - kept.keys(),
+            shared=SharedParameters(frozenset(staged.first.shared), dict(places)),
         )
         if before:
             planned = _again(before[stage.index], mesh, own_options, rooms[stage.index], effort)
@@ -77,7 +80,9 @@ def plan_stages(
             planned = plan_program(stage.program, mesh, own_options)
         found.append(planned)
         boundary.update(offered_layouts(stage.program, planned))
-        shared.update(_parameter_layouts(stage.program, planned, staged.variants[0].shared))
+        here = _parameter_layouts(stage.program, planned, staged.variants[0].shared)
+        shared.update(here)
+        places.update(dict.fromkeys(here, False) | dict.fromkeys(here.keys() & hosted_names(planned), True))
     return tuple(found)
 
 

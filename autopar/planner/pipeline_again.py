@@ -15,7 +15,7 @@ from autopar.planner.build import PlanningProblem
 from autopar.planner.cut_answers import CutAnswers
 from autopar.planner.cuts import cuts_like
 from autopar.planner.follow import price_choice
-from autopar.planner.hosting import Hosting
+from autopar.planner.hosting import Hosting, SharedParameters
 from autopar.planner.make import Options
 from autopar.planner.pipeline import plan_stages
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
@@ -23,7 +23,7 @@ from autopar.planner.pipeline_request import PipelineRequest, pipeline_axis, wit
 from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.residency import Residency
 from autopar.planner.resolve import residency_of, resolve, what_was_recomputed
-from autopar.planner.stage_hosting import kept_on_devices
+from autopar.planner.stage_hosting import kept_on_devices, refuse_two_places
 from autopar.schedules.actions import Schedule
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout
@@ -82,11 +82,13 @@ def follow_pipeline(program: Program, mesh: Mesh, options: Options, plan: Plan) 
     pieces = request.pieces(program, pipeline.microbatches, rules.rules_of)
     staged = stage_program(pieces, _cuts_at(anatomy(pieces.pieces[0]), plan))
     layouts = _boundary_of(plan)
-    spread = replace(options, microbatches=pieces.of_a_step, kept_on_device=kept_on_devices(staged))
+    shared = SharedParameters(frozenset(staged.first.shared))
+    spread = replace(options, microbatches=pieces.of_a_step, kept_on_device=kept_on_devices(staged), shared=shared)
     planned = tuple(
         price_choice(stage.program, inner, spread, partial(_picked, plan=own.plan, layouts=layouts), plan.search)
         for stage, own in zip(staged.stages, plan.stages, strict=True)
     )
+    refuse_two_places(staged, planned)
     found = finished(mesh, pipeline.axis, staged, planned, rules, options, request)
     again = request if request.are_batches else PipelineRequest(len(plan.stages))
     search = PipelineSearch(program, mesh, pipeline.axis, options, again, rules)

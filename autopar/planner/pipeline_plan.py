@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.plan_details import MAX_BARS, Bar, PlanDetails
 from autopar.plan_entries import Pipeline
+from autopar.planner.emitted_ops import SENT, UPDATE
 from autopar.planner.later_microbatches import refuse_uneven
 from autopar.planner.make import MEMORY_FRACTION, Options, Planned
 from autopar.planner.pipeline_request import PipelineRequest, rank_limits, rank_speeds, without_axis
@@ -147,7 +148,7 @@ def _starts(staged: Staged) -> list[fx.Node]:
 
 def _update_s(planned: Planned) -> float:
     step = planned.plan.step_ops
-    shares = sum(op.seconds for op in step.ops if op.name.startswith("update ")) if step is not None else 0.0
+    shares = sum(op.seconds for op in step.ops if op.name.startswith((UPDATE, SENT))) if step is not None else 0.0
     return shares * planned.planner.prices.microbatches
 
 

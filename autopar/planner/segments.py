@@ -144,8 +144,7 @@ class _Table:
         self.parameters = found.program.named_inputs(InputKind.PARAMETER)
         self.home = {name: min(self.assignment.parameter_stages[node]) for name, node in self.parameters.items()
                      if self.assignment.parameter_stages[node]}  # fmt: skip
-        self.hosted = {name for name in hosted & self.home.keys()
-                       if len(self.assignment.parameter_stages[self.parameters[name]]) == 1}  # fmt: skip
+        self.hosted = hosted & self.home.keys()
 
     def seconds(self, shares: Shares) -> tuple[Numbers, Numbers]:
         """(of the forward, of the backward)."""
@@ -161,16 +160,16 @@ class _Table:
 
     def fixed(self, optimizer: Optimizer) -> Numbers:
         """Bytes of parameters, with optimizer state; of those that are trained, with gradients. A parameter that
-        several segments read counts with each that is not next to one that reads it too, wherever it is to lie."""
+        several segments read counts with each that is not next to one that reads it too; on the host its gradient."""
         trained = set(self.assignment.addends)
         found, one = np.zeros(self.count), replicated(1)
         for name, node in self.parameters.items():
-            if name in self.hosted:
-                continue
-            bytes_ = size_of(node)
+            readers, gradients = self.assignment.parameter_stages[node], 0
+            bytes_ = 0 if name in self.hosted else size_of(node)
             if name in trained:
-                bytes_ += GRADIENT_COPIES * size_of(node) + optimizer.bytes(spec_of(node.meta["val"]), one, (1,))
-            readers = self.assignment.parameter_stages[node]
+                gradients = GRADIENT_COPIES * size_of(node)
+                bytes_ += 0 if name in self.hosted else optimizer.bytes(spec_of(node.meta["val"]), one, (1,))
+            bytes_ += 0 if name in self.hosted and len(readers) == 1 else gradients
             for stage in readers:
                 found[stage] += 0 if stage - 1 in readers else bytes_
         return found
@@ -181,14 +180,18 @@ class _Table:
         trained, found = set(self.assignment.addends), np.zeros((4, self.count))
         whole = replicated(len(self.prices.mesh.shape))
         for name in sorted(self.hosted):
-            node = self.parameters[name]
+            node, readers = self.parameters[name], self.assignment.parameter_stages[self.parameters[name]]
             bytes_ = size_of(node) * shares.state
-            sums_s = step_s = 0.0
+            copy_s, sums_s, step_s = self.prices.host_copy(bytes_), 0.0, 0.0
             if name in trained:
-                sums_s = self.prices.hosted_sum(bytes_)
                 step_s = self.prices.hosted_optimizer(optimizer, spec_of(node.meta["val"]), whole) * shares.state
-            copy_s = self.prices.host_copy(bytes_)
-            found[:, self.home[name]] += [copy_s, copy_s if self.found.late else 0.0, sums_s, step_s]
+                if len(readers) == 1:
+                    sums_s = self.prices.hosted_sum(bytes_)
+                else:  # the sum is sent once
+                    step_s += copy_s
+            for stage in readers:
+                found[:2, stage] += [copy_s, copy_s if self.found.late else 0.0]
+            found[2:, self.home[name]] += [sums_s, step_s]
         return found
 
     def sync(self, shares: Shares) -> Numbers:

@@ -75,7 +75,8 @@ def _added_on_host_s(planned: Planned) -> float:
     trained = {output.name for output in planned.local.program.outputs if output.kind is OutputKind.GRADIENT}
     names = {item.node: item.name for item in planned.local.program.inputs}
     nodes = (node for node in planned.local.forward.graph.nodes if node.op == "placeholder")
-    hosted = (node for node in nodes if node.name in planned.assignment.hosted and names[node.name] in trained)
+    there = planned.assignment.hosted - planned.assignment.staying
+    hosted = (node for node in nodes if node.name in there and names[node.name] in trained)
     return sum(planned.planner.prices.hosted_sum(size_of(node)) for node in hosted)
 
 

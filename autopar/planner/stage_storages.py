@@ -118,11 +118,10 @@ def stage_storages(staged: Staged, planned: Planned, graphs: StageGraphs) -> Sta
     }
     state = _optimizer_state(planned)
     weights = {
-        item.name: 0 if item.node in planned.assignment.hosted else sum(storages_of(nodes[item.node]).values())
-        for item in items
-        if item.kind is InputKind.PARAMETER
+        item.name: sum(storages_of(nodes[item.node]).values()) for item in items if item.kind is InputKind.PARAMETER
     }
-    fixed = {name: bytes_ + state[name] for name, bytes_ in weights.items()}
+    hosted = {item.name for item in items if item.node in planned.assignment.hosted}
+    fixed = {name: 0 if name in hosted else bytes_ + state[name] for name, bytes_ in weights.items()}
     return StageStorages(graphs, _held_anyway(staged, planned), weights, fixed, received)
 
 

@@ -29,9 +29,9 @@ class Assignment:
     name, whose values are not saved for the backward but computed again there. `gathered_once`: parameters, by node
     name, that the backward reads as the forward has gathered them. `packed`: by the key of an op and which of its
     outputs, the form (`passes.packings`) in which its value is held between the phases. `hosted`: parameters, by node
-    name, that lie on the host, with their gradients. `kept_experts`: the backward of a layer of experts to its forward,
-    by node name, where it reads the rows and the arguments of the activation that the forward has; both have the same
-    layouts.
+    name, that lie on the host, with their gradients, but those that are `staying`: who runs the program takes these
+    there. `kept_experts`: the backward of a layer of experts to its forward, by node name, where it reads the rows and
+    the arguments of the activation that the forward has; both have the same layouts.
     """
 
     mesh_shape: tuple[int, ...]
@@ -43,6 +43,7 @@ class Assignment:
     packed: Mapping[tuple[str, int], str] = field(default_factory=dict)
     hosted: Set[str] = frozenset()
     kept_experts: Mapping[str, str] = field(default_factory=dict)
+    staying: Set[str] = frozenset()
 
     def strategy_of(self, node: fx.Node) -> Strategy:
         """The strategy of an op; what is recomputed has that of its original, what a pass added its own."""

@@ -70,6 +70,23 @@ def test_every_gradient_is_what_it_is_with_parameters_on_the_device(name: str) -
             torch.testing.assert_close(actual[key], value)
 
 
+def test_a_gradient_that_stays_is_given_back_on_the_device() -> None:
+    model, inputs, program = captured("mlp")
+    both = frozenset({"up_weight", "down_weight"})
+    plain = assigned(program, S0, STORED["mlp"])
+    assignment = replace(plain, hosted=both, staying=frozenset({"down_weight"}))
+    local = emit(program, assignment, GEOMETRY)
+    assert local.backward is not None
+    outputs = [output for output in program.outputs if output.kind is OutputKind.GRADIENT]
+    results = dict(zip((output.name for output in outputs), results_of(local.backward.graph), strict=True))
+    sent = {name for name, node in results.items() if node is not None and "wait_copy" in str(node.target)}
+    assert sent == {"up.weight"}
+    expected = Step(model, inputs, emit_all(program, plain), plain).run()
+    actual = Step(model, inputs, emit_all(program, assignment), assignment).run()
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value)
+
+
 def test_nothing_on_the_host_changes_nothing() -> None:
     one, other = emitted("transformer", frozenset()), emitted("transformer", frozenset({"nowhere"}))
     assert [line_of(node) for node in one.forward.graph.nodes] == [line_of(node) for node in other.forward.graph.nodes]

@@ -24,7 +24,7 @@ from autopar.runtime.pipeline.weights import Update, Weights
 from autopar.runtime.pipeline.worker import Batch, Worker
 from autopar.runtime.step import geometry_of
 from autopar.schedules.actions import Action
-from autopar.sharding.dtensors import as_dtensor
+from autopar.sharding.dtensors import as_dtensor, host_copy
 
 Variants = dict[int, tuple[StageVariant, ...]]  # by stage
 
@@ -171,6 +171,7 @@ class BoundPipeline:
                 if item.name in sums and item.name not in gradients and item.node in variants[0].parameter_nodes:
                     layout, shape = variants[0].input_layout(item.node), variants[0].parameter_nodes[item.node]
                     local = sums[item.name].contiguous()
+                    local = host_copy(local) if item.name in variants[0].staying else local
                     gradients[item.name] = as_dtensor(local, self.place.stage_mesh, layout, shape)
         return gradients
 

@@ -61,6 +61,11 @@ class StageVariant:
         return frozenset(self.inputs[node].name for node in self.assignment.hosted)
 
     @cached_property
+    def staying(self) -> frozenset[str]:
+        """Those of them whose gradients stay on the device until the end of the step."""
+        return frozenset(self.inputs[node].name for node in self.assignment.staying)
+
+    @cached_property
     def forward_names(self) -> list[str]:
         return placeholder_names(self.forward[0])
 

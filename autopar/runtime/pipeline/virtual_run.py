@@ -113,6 +113,7 @@ class VirtualPipeline:
             self._drive([halves(actions)[1] for actions in schedule.ranks])
         assert not mailbox.messages, f"never received: {sorted(map(str, mailbox.messages))}"
         self._sum_shared()
+        self._send_staying()
 
     def _drive(self, lists: Sequence[Sequence[Action]]) -> None:
         drive({worker.rank: worker.run(lists[worker.rank]) for worker in self.workers})
@@ -137,6 +138,13 @@ class VirtualPipeline:
             sent = {rank: [lane.clone() for lane in part] for rank, part in parts.items()}
             for rank in sorted({rank_of(stage) for stage in stages}):
                 self.sums[rank, name] = self._summed(rank, parts.pop(rank, None), sent)
+
+    def _send_staying(self) -> None:
+        """Gradients that stayed on the device go to the host: of each rank, the sum that it has."""
+        for rank, name in list(self.sums):
+            if any(name in self.variants[stage][0].staying for stage in self.step.schedule.stages_of(rank)):
+                copy = [lane.clone() for lane in self.sums.pop((rank, name))]
+                self.sums[rank, name] = self.lanes[rank].held_on_host(copy)
 
     def _summed(self, rank: int, part: Value | None, sent: Mapping[int, Value]) -> Value:
         """On one rank, the sum of its part and what others have sent, in the order of the ranks."""

@@ -281,7 +281,7 @@ class Worker:
             self._give("gradient", stage, item, between)
 
     def _add(self, variant: StageVariant, stage: int, name: str, value: Value) -> None:
-        if name in variant.hosted:
+        if name in variant.hosted and name not in variant.staying:
             self.lanes.settle_host()
             self.gathered.add_on_host(stage, name, value)
         else:

@@ -14,10 +14,11 @@ import autopar
 from autopar.arguments import make_options
 from autopar.capture.trace import capture
 from autopar.cost_models.hardware import load_profile
-from autopar.errors import ConstraintError, MemoryLimitError
+from autopar.errors import ConstraintError, MemoryLimitError, PlanError
 from autopar.planner.pipeline_request import PipelineRequest
 from autopar.planner.pipeline_search import PipelineSearch
 from autopar.planner.segments import Segments
+from tests.autopar.models import MODELS
 from tests.autopar.planner.test_stage_memory import Layers
 
 HOST = {"*.weight": "offload"}
@@ -114,16 +115,65 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_what_stages_share_stays_and_the_rest_goes(microbatches: int) -> None:
-    ids = torch.arange(8) % 32
-    given: dict[str, Any] = {"example_inputs": ids, "stages": 2, "microbatches": microbatches, "search": "ddp"}
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (2, "zb-h1"), (4, "interleaved"), (4, "zb-v")])
+def test_what_stages_share_is_summed_on_the_devices_and_sent_once(
+    stages: int, schedule: str, microbatches: int
+) -> None:
+    if microbatches == 1 and schedule == "interleaved":
+        microbatches = 2
+    ids, options = torch.arange(8) % 32, {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+    given: dict[str, Any] = {"example_inputs": ids, "search": "ddp", **options}
     plan = autopar.make_plan(Tied(), PAIR, constraints=HOST, **given)
-    words = {entry.key: entry.residency for entry in plan.every_entry if entry.kind == "parameter"}
-    assert words["first.weight"] == "offload" != words.get("embed.weight")
+    for stage in plan.stages:
+        words = {entry.key: entry.residency for entry in stage.plan.entries if entry.kind == "parameter"}
+        assert {word for name, word in words.items() if name.endswith("weight")} <= {"offload"}
     report = autopar.verify(Tied(), PAIR, example_inputs=ids, plan=plan)
     assert report.ok and report.peak_bytes <= plan.peak_bytes <= 1.03 * report.peak_bytes, report.table
-    with pytest.raises(ConstraintError, match="several stages read it"):
-        autopar.make_plan(Tied(), PAIR, constraints={"embed.weight": "offload"}, **given)
+    run = autopar.run_virtual(Tied(), PAIR, example_inputs=ids, plan=plan)
+    assert max(run.host_bytes) <= plan.host_bytes <= 1.1 * max(run.host_bytes)
+    alone = autopar.make_plan(Tied(), PAIR, constraints={"embed.weight": "offload"}, optimizer=ADAMW, **given)
+    kept = autopar.make_plan(Tied(), PAIR, optimizer=ADAMW, **given)
+    embedding = 32 * 16 * 4
+    assert alone.host_memory == {"parameter": embedding, "gradient": embedding, "optimizer_state": 2 * embedding}
+    assert alone.step_s > kept.step_s
+    if schedule != "zb-v":  # whose fullest rank is the other one
+        assert kept.peak_bytes - alone.peak_bytes > 2 * embedding  # of three; copies take the rest
+
+
+def test_what_stages_share_lies_in_one_place() -> None:
+    ids = torch.arange(8) % 32
+    plan = autopar.make_plan(Tied(), PAIR, constraints=HOST, example_inputs=ids, stages=2, microbatches=2)
+    data = plan.to_json()
+    del data["pipeline"]["stages"][-1]["plan"]["residency"]["embed.weight"]
+    with pytest.raises(PlanError, match="not in all of the stages that share it"):
+        autopar.make_plan(Tied(), PAIR, example_inputs=ids, plan=autopar.Plan.from_json(data))
+    mixed = {"embed.weight": "keep", "first.weight": "offload"}
+    kept = autopar.make_plan(Tied(), PAIR, constraints=mixed, example_inputs=ids, stages=2, microbatches=2)
+    assert hosted_in(kept) == {"first.weight"}
+
+
+def test_a_search_finds_one_place_for_what_stages_share() -> None:
+    model, ids = Tied(), torch.arange(8) % 32
+    model.embed = nn.Embedding(4096, 16)
+    given: dict[str, Any] = {"example_inputs": ids, "stages": 2, "microbatches": 2, "optimizer": ADAMW}
+    roomy = autopar.make_plan(model, PAIR, **given)
+    limit = int(0.7 * roomy.peak_bytes)
+    plan = autopar.make_plan(model, PAIR, memory_limit_bytes=limit, **given)
+    assert plan.peak_bytes <= limit and "embed.weight" in hosted_in(plan)
+    assert all(entry.residency == "offload" for entry in plan.every_entry if entry.key == "embed.weight")
+    assert autopar.verify(model, PAIR, example_inputs=ids, plan=plan, optimizer=ADAMW).ok
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "mlp"])
+def test_whole_models_are_promised_too(name: str) -> None:
+    model, x = MODELS[name]()
+    given: dict[str, Any] = {"batch_semantics": "accumulated"} if name == "resnet" else {}
+    given |= {"search": "ddp", "schedule": "zb-h1", "microbatches": 2}
+    plan = autopar.make_plan(model, PAIR, example_inputs=x, constraints=HOST, **given)
+    report = autopar.verify(model, PAIR, example_inputs=x, plan=plan)
+    assert report.ok and report.peak_bytes <= plan.peak_bytes <= 1.03 * report.peak_bytes, report.table
+    run = autopar.run_virtual(model, PAIR, example_inputs=x, plan=plan)
+    assert hosted_in(plan) and max(run.host_bytes) <= plan.host_bytes <= 1.1 * max(run.host_bytes)
 
 
 def test_stages_that_update_while_they_run_keep_their_parameters() -> None:
