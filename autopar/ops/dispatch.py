@@ -30,7 +30,7 @@ def expert_ranks(index: Tensor, starts: Sequence[int], ends: Sequence[int]) -> t
     """
     low, high = (index.new_tensor(list(edges)).view(-1, 1, 1) for edges in (starts, ends))
     goes = ((index >= low) & (index < high)).any(-1)
-    return goes.nonzero()[:, 1], goes.sum(1)
+    return goes.nonzero()[:, 1].clone(), goes.sum(1)  # not a view of both columns: it is kept for the backward
 
 
 @op("expert_counts(Tensor index, SymInt first, SymInt experts) -> Tensor")
