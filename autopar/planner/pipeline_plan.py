@@ -65,7 +65,7 @@ def finished(
     schedule = make_schedule(staged, costs, limits, request)
     times = dict(enumerate(item.times for item in costs))
     simulation = simulate_schedule(schedule, times, rank_speeds=rank_speeds(mesh, axis))
-    held = in_flight(schedule)
+    held = _in_flight(staged, schedule)
     always = call_bytes(staged)
     host_memory = rank_host_memory(schedule, planned, held)
     most = tuple(always + bytes_ for bytes_ in rank_peaks(staged, schedule, [cost.storages for cost in costs]))
@@ -92,6 +92,13 @@ def finished(
         details=PlanDetails(chart=_chart(simulation)),
     )
     return PlannedPipeline(plan, staged, schedule, planned, rules, axis, most)
+
+
+def _in_flight(staged: Staged, schedule: Schedule) -> tuple[int, ...]:
+    """By stage, the microbatches that are in flight at most: all where the loss is computed outside, of all outputs."""
+    if staged.has_loss or not schedule.synchronous:
+        return tuple(in_flight(schedule))
+    return (schedule.microbatches,) * schedule.stages
 
 
 def _pipeline(axis: int, schedule: Schedule, simulation: Simulation, request: PipelineRequest) -> Pipeline:

@@ -176,6 +176,16 @@ def test_whole_models_are_promised_too(name: str) -> None:
     assert hosted_in(plan) and max(run.host_bytes) <= plan.host_bytes <= 1.1 * max(run.host_bytes)
 
 
+def test_all_microbatches_are_in_flight_where_the_loss_is_computed_outside() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(it for _ in range(4) for it in (nn.Linear(24, 24), nn.Tanh()))), inputs()[0]
+    given: dict[str, Any] = {"example_inputs": x, "search": "ddp", "stages": 2, "schedule": "1f1b", "microbatches": 4}
+    plan = autopar.make_plan(model, PAIR, constraints={"1/tanh#0": "offload", "7/tanh#0": "offload"}, **given)
+    assert [stage.in_flight for stage in plan.stages] == [4, 4]
+    run = autopar.run_virtual(model, PAIR, example_inputs=x, plan=plan)
+    assert max(run.host_bytes) == plan.host_memory["saved"] == x.nbytes
+
+
 def test_stages_that_update_while_they_run_keep_their_parameters() -> None:
     with pytest.raises(ConstraintError, match="an asynchronous schedule updates it"):
         planned(PAIR, "pipedream")
