@@ -3,11 +3,9 @@
     torchrun --nproc-per-node 2 -m autopar calibrate --output mine.json
     python -m benchmarks.step_time --profile mine.json [--models mlp,gpt2] [--searches ddp,fsdp,ilp] [--write-docs]
 
-A step is the forward and the backward with the sums of gradients. The plans of a model take turns, step by step, and
-the least time counts, since other work on the machine only adds to it. Where that other work never pauses, no step runs
-undisturbed; see `step_times/ticks.py` for the column "undisturbed". A few ops of the calibration are timed beside the
-steps, and "at the speed of the moment" is the ratio if every price were as far off as their median is. `--ops` prints
-measured against priced time by kind of op.
+A step is the forward and the backward with the sums of gradients, from when the first rank begins until the last one
+is done. The plans of a model take turns, step by step, and the median counts: run it where nothing else runs. `--ops`
+prints measured against priced time by kind of op, of further steps.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ from benchmarks.tables import RESULTS, append, latest, line, stamp, write_table
 RANKS = 2
 PAGE = Path(__file__).parents[1] / "docs" / "cost_models.md"
 MODELS = {**LOOKED_AT, **HELD_OUT}
-HEAD = (
-    "model", "plan", "predicted, ms", "undisturbed, ms", "ratio", "at the speed of the moment", "fastest step, ms",
-    "processor time of a rank, ms",
-)  # fmt: skip
+HEAD = ("model", "plan", "predicted, ms", "step, ms", "ratio", "fastest step, ms", "processor time of a rank, ms")
 NEAR = 0.25
 
 
@@ -47,7 +42,7 @@ def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     mesh, profile = init_device_mesh("cpu", (RANKS,)), load_profile(options.profile)
     for name in options.models:
-        found = measure(MODELS[name](), options.searches, mesh, profile, steps=options.steps)
+        found = measure(MODELS[name](), options.searches, mesh, profile, steps=options.steps, ops=options.ops)
         for search, record in found.items():
             if rank == 0:
                 kept = {"model": name, "search": search, **stamp(), **record}
@@ -57,44 +52,39 @@ def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def ratios(record: Record) -> tuple[float, float]:
-    """Predicted over undisturbed time: as it stands, and with the price of the moment."""
-    ratio = record["predicted_s"] / record["undisturbed_s"]
-    return ratio, ratio * record["drift"]
-
-
 def cells(record: Record) -> list[str]:
     """A row of the table."""
-    predicted, undisturbed, step, processor = (
-        f"{1e3 * record[name]:.0f}" for name in ("predicted_s", "undisturbed_s", "step_s", "processor_s")
+    predicted, step, fastest, processor = (
+        f"{1e3 * record[name]:.0f}" for name in ("predicted_s", "step_s", "fastest_s", "processor_s")
     )
-    both = [f"{ratio:.2f}" for ratio in ratios(record)]
-    return [record["model"], record["search"], predicted, undisturbed, *both, step, processor]
+    return [record["model"], record["search"], predicted, step, f"{ratio(record):.2f}", fastest, processor]
+
+
+def ratio(record: Record) -> float:
+    """Predicted over measured time."""
+    value: float = record["predicted_s"] / record["step_s"]
+    return value
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The table, how many rows are within 25 %, and what share of a whole step as it was seen was predicted."""
+    """The table, and how many rows are within 25 %."""
     yield from (line(HEAD), line("---" for _ in HEAD))
     yield from (line(cells(record)) for record in records)
     for what, names in (("looked at", LOOKED_AT), ("held out", HELD_OUT)):
-        found = np.array([ratios(record) for record in records if record["model"] in names])
+        found = np.array([ratio(record) for record in records if record["model"] in names])
         if len(found):
             errors = np.abs(found - 1)
-            near, median = (errors <= NEAR).sum(axis=0), np.median(errors, axis=0)
             yield (
-                f"\nModels {what}: {near[0]} of {len(found)} within 25 %, median error {median[0]:.0%}; at the speed "
-                f"of the moment {near[1]} of {len(found)}, {median[1]:.0%}."
+                f"\nModels {what}: {(errors <= NEAR).sum()} of {len(found)} within 25 %, median error "
+                f"{np.median(errors):.0%}, ratios {found.min():.2f} to {found.max():.2f}."
             )
-    shares = [record["predicted_s"] / record["step_s"] for record in records]
-    if shares:
-        yield f"\nPredicted whole steps are {min(shares):.2f} to {max(shares):.2f} of the fastest that were measured."
 
 
 def by_op(records: Sequence[Record]) -> Iterator[str]:
     """Measured against priced milliseconds by kind of op, over all records, the largest difference first."""
     sums: dict[str, Any] = {}
     for record in records:
-        for kind, values in record["kinds"].items():
+        for kind, values in record.get("kinds", {}).items():
             sums[kind] = np.array(values) + sums.get(kind, 0.0)
     yield line(("op", "count", "measured, ms", "priced, ms", "ratio"))
     yield line("---" for _ in range(5))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,29 +28,49 @@ from autopar.cost_models.fitting import (
     MatmulSample,
     MoveSample,
     Sample,
+    ViewSample,
     axis_residuals,
     device_residuals,
     fit_axis,
     fit_device,
-    fit_overlap,
+    hidden_share,
 )
 from autopar.cost_models.hardware import AxisLinks, HardwareProfile, axis_links, load_profile, profile_for_device_name
 from autopar.cost_models.kernel_table import KERNELS, ROWS, Shapes, bound_kernel
-from autopar.cost_models.measuring import Effort, Report, World, least_seconds, least_seconds_together
+from autopar.cost_models.measuring import Effort, Report, World, usual_seconds, usual_seconds_together
 
 MATMULS = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (128, 1024, 256), (2048, 256, 512),
            (32, 512, 2048), (1024, 64, 1024))  # fmt: skip
 LARGE_MATMULS = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 16384, 2048))
 MOVED_ELEMENTS = (2**8, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22)  # of a float32 addition: three times the bytes
-ATTENTIONS = ((1, 4, 128, 32), (4, 4, 128, 64), (4, 8, 256, 32), (2, 8, 512, 64))  # batch, heads, length, head_dim
-CONVOLUTIONS = ((4, 16, 32, 32), (8, 32, 64, 16))  # batch, channels in, channels out, side; 3 by 3
+ATTENTIONS = (
+    (1, 4, 128, 32),
+    (8, 3, 65, 64),
+    (4, 4, 128, 64),
+    (4, 8, 256, 32),
+    (2, 8, 512, 64),
+)  # batch, heads, length, head_dim
+CONVOLUTIONS = (
+    (4, 16, 32, 32, 3, 1),
+    (8, 64, 64, 16, 3, 1),
+    (2, 128, 128, 16, 3, 1),
+    (8, 64, 256, 16, 1, 1),
+    (2, 3, 32, 64, 3, 1),
+    (8, 64, 64, 32, 3, 64),
+    (4, 64, 64, 16, 7, 64),
+)
+"""Batch, channels in, channels out, side, side of the filters, groups."""
 MESSAGE_BYTES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_DTYPES = ("float32", "float64", "bfloat16", "float16")
 ROUNDS = 40
 USUAL_S = 60.0
-COMPUTE_SHARE = 0.6  # of the time, for computation; the rest is for collectives
-SMALL_BYTES, SMALL_REPEATS = 2**20, 3  # messages of this size and more: once a round
+COMPUTE_SHARE, COLLECTIVES_SHARE = 0.5, 0.35  # of the time; the rest is for what collectives hide
+VIEWS_REPEATS = 25
+WORK_SIZE, OVERLAP_REPEATS = 384, 24
+OVERLAPPED = (("all_gather", 2**16), ("all_reduce", 2**16), ("all_reduce", 2**18), ("reduce_scatter", 2**18))
+LEAST_S = 1e-6
+SMALL_BYTES, SMALL_REPEATS = 2**21, 8  # messages of this size and more: once a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +100,10 @@ def calibrate(
     if world.ranks > 1:
         profile = replace(profile, ranks_per_node=world.ranks_per_node)
         axis = axis_links(profile, (world.ranks,))[0]
-        timed = measure_collectives(world, Effort(ROUNDS, (1 - COMPUTE_SHARE) * most_s), report)
+        timed = measure_collectives(world, Effort(ROUNDS, COLLECTIVES_SHARE * most_s), report)
         if world.device.type == "cpu":  # the processors that carry messages are those that compute
-            profile = replace(profile, overlap=fit_overlap(timed))
+            share = 1 - COMPUTE_SHARE - COLLECTIVES_SHARE
+            profile = replace(profile, overlap=measure_overlap(world, Effort(ROUNDS, share * most_s), report))
         profile, fitted = _with_axis(profile, fit_axis(axis, timed), world)
         residuals |= axis_residuals(fitted, timed)
     return replace(profile, residuals=residuals)
@@ -101,29 +123,71 @@ def measure_compute(world: World, effort: Effort, report: Report) -> ComputeSamp
     keep the price of what they move.
     """
     cases = list(_compute_cases(world))
-    seconds = least_seconds([case.call for case in cases], world, effort, _round_of("computation", report))
+    seconds = usual_seconds([case.call for case in cases], world, effort, _round_of("computation", report))
     timed = [case.sample(spent) for case, spent in zip(cases, seconds, strict=True)]
     return ComputeSamples.of(timed)
 
 
 def measure_collectives(world: World, effort: Effort, report: Report) -> tuple[CollectiveSample, ...]:
-    """Time every collective that the backend has, over the whole world; the slowest rank's time counts."""
+    """Time every collective that the backend has, over the whole world: what it adds to the work of all ranks.
+
+    Several in a row, each behind some work, as in a step: ranks come to them some time apart, and the one that waits
+    has to be woken up. All that is part of the price.
+    """
     cases = [(case, size) for kind in COLLECTIVES for size in MESSAGE_BYTES if (case := _collective(world, kind, size))]
-    order = [index for index, (_, size) in enumerate(cases) for _ in range(SMALL_REPEATS if size < SMALL_BYTES else 1)]
-    calls = [cases[index][0].call for index in order]
-    seconds = least_seconds_together(calls, world, effort, _round_of("collectives", report))
-    found: dict[int, list[tuple[float, float]]] = {}
-    for index, spent in zip(order, seconds, strict=True):
-        found.setdefault(index, []).append(spent)
-    samples = (cases[index][0].sample(min(spent for spent, _ in found[index])) for index in found)
-    timed = tuple(item for item in samples if isinstance(item, CollectiveSample))
-    worked = [min(worked for _, worked in found[index]) for index in found]
-    return tuple(replace(item, processor_s=spent) for item, spent in zip(timed, worked, strict=True))
+    counts = [SMALL_REPEATS if size < SMALL_BYTES else 1 for _, size in cases]
+    work = _work(world)
+    chains = [partial(_behind_work, work, case.call, count) for (case, _), count in zip(cases, counts, strict=True)]
+    calls = [partial(_behind_work, work, _nothing, SMALL_REPEATS), *chains]
+    worked_s, *spent = usual_seconds_together(calls, world, effort, _round_of("collectives", report))
+    samples = (
+        case.sample(max(LEAST_S, seconds / count - worked_s / SMALL_REPEATS))
+        for (case, _), count, seconds in zip(cases, counts, spent, strict=True)
+    )
+    return tuple(item for item in samples if isinstance(item, CollectiveSample))
+
+
+def measure_overlap(world: World, effort: Effort, report: Report) -> float:
+    """The share of a collective that computation hides on processors that do both, where it is waited for late."""
+    work, starts = _work(world), [_starts(world, size)[kind] for kind, size in OVERLAPPED]
+    blocking = [partial(_behind_work, work, partial(_waited, start), OVERLAP_REPEATS) for start in starts]
+    late = [partial(_waited_late, work, start, OVERLAP_REPEATS) for start in starts]
+    calls = [partial(_behind_work, work, _nothing, OVERLAP_REPEATS), *blocking, *late]
+    worked_s, *spent = usual_seconds_together(calls, world, effort, _round_of("overlap", report))
+    return hidden_share(len(starts) * worked_s, sum(spent[: len(starts)]), sum(spent[len(starts) :]))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _behind_work(work: Callable[[], object], call: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        work()
+        call()
+
+
+def _waited_late(work: Callable[[], object], start: Callable[[], torch.Tensor], count: int) -> None:
+    """As the sums of gradients are: waited for at the end."""
+    started = []
+    for _ in range(count):
+        started.append(start())
+        work()
+    for item in started:
+        torch.ops._c10d_functional.wait_tensor(item)
+
+
+def _work(world: World) -> Callable[[], object]:
+    """What a rank computes before each collective."""
+    left, right = (torch.rand(WORK_SIZE, WORK_SIZE, device=world.device) for _ in range(2))
+    return lambda: torch.relu(torch.mm(left, right))
 
 
 def measurement_names(world: World) -> Sequence[str]:
     """The names that `report` will be told, in order: for a progress bar."""
-    measured = ("computation", "collectives") if world.ranks > 1 else ("computation",)
+    measured = ["computation", *(["collectives"] if world.ranks > 1 else [])]
+    if world.ranks > 1 and world.device.type == "cpu":
+        measured.append("overlap")
     return [_round_name(what, number) for what in measured for number in range(ROUNDS)]
 
 
@@ -147,8 +211,10 @@ def _compute_cases(world: World) -> Iterator[Case]:
     for sizes in ATTENTIONS:
         yield from _attention(world, dtype, sizes, "causal")
         yield from _attention(world, dtype, sizes, "none")
-    yield from (_convolution(world, dtype, sizes) for sizes in CONVOLUTIONS)
+    for filtered in CONVOLUTIONS:
+        yield from _convolution(world, dtype, filtered)
     if on_cpu:
+        yield _views(world)
         yield from (case for name in KERNELS for rows in ROWS if (case := _kernel(world, name, rows)))
     else:
         yield _host_copy(world, 2**26)
@@ -157,6 +223,20 @@ def _compute_cases(world: World) -> Iterator[Case]:
 def _move(world: World, elements: int) -> Case:
     one, other = (torch.ones(elements, device=world.device) for _ in range(2))
     return Case(lambda: torch.add(one, other), lambda seconds: MoveSample(12 * elements, seconds))
+
+
+def _views(world: World) -> Case:
+    """Views of every usual kind, called as an emitted graph calls them."""
+    value, views = torch.ones(4, 6, 8, device=world.device), torch.ops.aten
+
+    def call() -> None:
+        for _ in range(VIEWS_REPEATS):
+            views.view.default(value, [24, 8])
+            views.permute.default(value, [1, 0, 2])
+            views.unsqueeze.default(value, 0)
+            views.slice.Tensor(value, 0, 1, 3)
+
+    return Case(call, lambda seconds: ViewSample(seconds / (4 * VIEWS_REPEATS)))
 
 
 def _kernel(world: World, name: str, rows: int) -> Case | None:
@@ -181,12 +261,19 @@ def _matmul(world: World, name: str, shape: tuple[int, int, int]) -> Case:
 
 
 def _attention(world: World, name: str, sizes: tuple[int, int, int, int], mask: Mask) -> Iterator[Case]:
-    query, key, value = (torch.randn(sizes, device=world.device).to(DTYPES[name]).requires_grad_() for _ in range(3))
+    """Heads lie in memory as projections leave them. autopar's op where it is imported, else PyTorch's."""
+    batch, heads, length, head_dim = sizes
+    flat = (torch.randn(batch, length, heads, head_dim, device=world.device).to(DTYPES[name]) for _ in range(3))
+    query, key, value = (item.transpose(1, 2).requires_grad_() for item in flat)
+    causal, own = mask == "causal", getattr(torch.ops.autopar, "attention", None)
+    how = (None, None, 0.0, causal, None, 0, [0] * 4, [batch, heads, length, length])
 
     def forward() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=mask == "causal")
+        if own is not None:
+            return cast(torch.Tensor, own.default(query, key, value, *how)[0])
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    yield Case(forward, lambda seconds: AttentionSample(name, "forward", sizes, seconds, mask))
+    yield Case(torch.no_grad()(forward), lambda seconds: AttentionSample(name, "forward", sizes, seconds, mask))
     output = forward()
     ones = torch.ones_like(output)
 
@@ -196,39 +283,61 @@ def _attention(world: World, name: str, sizes: tuple[int, int, int, int], mask: 
     yield Case(backward, lambda seconds: AttentionSample(name, "backward", sizes, seconds, mask))
 
 
-def _convolution(world: World, name: str, sizes: tuple[int, int, int, int]) -> Case:
-    batch, inner, outer, side = sizes
+def _convolution(world: World, name: str, sizes: tuple[int, ...]) -> Iterator[Case]:
+    batch, inner, outer, side, filter_side, groups = sizes
     image = torch.randn(batch, inner, side, side, device=world.device).to(DTYPES[name])
-    weight = torch.randn(outer, inner, 3, 3, device=world.device).to(DTYPES[name])
-    flops = 2.0 * batch * inner * outer * side * side * 9
-    moved = int((image.numel() * (1 + outer / inner) + weight.numel()) * image.element_size())
-    call = lambda: functional.conv2d(image, weight, padding=1)  # noqa: E731
-    return Case(call, lambda seconds: ConvolutionSample(name, flops, moved, seconds))
+    weight = torch.randn(outer, inner // groups, filter_side, filter_side, device=world.device).to(DTYPES[name])
+    how = (None, [1, 1], [filter_side // 2] * 2, [1, 1], False, [0, 0], groups)
+    output = torch.ops.aten.convolution.default(image, weight, *how)
+    flops = 2.0 * output.numel() * weight[0].numel()
+    moved = sum(item.nbytes for item in (image, weight, output))
+    grouped = "grouped " if groups > 1 else ""
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        grads: tuple[torch.Tensor, ...] = torch.ops.aten.convolution_backward.default(
+            output, image, weight, *how, [True, True, False]
+        )
+        return grads
+
+    yield Case(
+        lambda: torch.ops.aten.convolution.default(image, weight, *how),
+        lambda seconds: ConvolutionSample(name, flops, moved, seconds, f"{grouped}forward"),
+    )
+    both = moved + image.nbytes + weight.nbytes
+    yield Case(backward, lambda seconds: ConvolutionSample(name, 2 * flops, both, seconds, f"{grouped}backward"))
 
 
 def _collective(world: World, kind: str, size: int) -> Case | None:
     """One collective, or None if the backend does not have it."""
-    elements = max(world.ranks, size // 4 // world.ranks * world.ranks)
+    elements = _elements(world, size)
+    whole, other = (torch.ones(elements, device=world.device) for _ in range(2))
+    call = partial(_exchange, world, whole, other) if kind == "send" else partial(_waited, _starts(world, size)[kind])
+    try:
+        call()
+    except (RuntimeError, ValueError):  # the backend's, on every rank alike, before anything is sent
+        return None
+    return Case(call, lambda seconds: CollectiveSample(kind, 4 * elements, seconds))
+
+
+def _elements(world: World, size: int) -> int:
+    """Of float32 in about `size` bytes: as many for each rank."""
+    return max(world.ranks, size // 4 // world.ranks * world.ranks)
+
+
+def _starts(world: World, size: int) -> Mapping[str, Callable[[], torch.Tensor]]:
+    """By kind, what starts a collective of `size` bytes as an emitted graph does."""
+    assert world.group is not None
+    ops, name, elements = torch.ops._c10d_functional, world.group.group_name, _elements(world, size)
     whole = torch.ones(elements, device=world.device)
     part = torch.ones(elements // world.ranks, device=world.device)
-    other = torch.ones_like(whole)
-    assert dist.group.WORLD is not None
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     splits = [elements // world.ranks] * world.ranks
-    starts: dict[str, Callable[[], torch.Tensor]] = {
+    return {
         "all_reduce": lambda: ops.all_reduce_(whole, "sum", name),  # in place: its copy has a price of its own
         "all_gather": lambda: ops.all_gather_into_tensor(part, world.ranks, name),
         "reduce_scatter": lambda: ops.reduce_scatter_tensor(whole, "sum", world.ranks, name),
         "all_to_all": lambda: ops.all_to_all_single(whole, splits, splits, name),
         "broadcast": lambda: ops.broadcast_(whole, 0, name),
     }
-    calls: dict[str, Callable[[], object]] = {kind: partial(_waited, start) for kind, start in starts.items()}
-    calls["send"] = lambda: _exchange(world, whole, other)
-    try:
-        calls[kind]()
-    except (RuntimeError, ValueError):  # the backend's, on every rank alike, before anything is sent
-        return None
-    return Case(calls[kind], lambda seconds: CollectiveSample(kind, 4 * elements, seconds))
 
 
 def _waited(start: Callable[[], torch.Tensor]) -> object:

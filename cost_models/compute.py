@@ -135,14 +135,19 @@ def explain_memory_bound(device: Device, moved_bytes: Numeric, dtype: str | None
     return MEMORY_BOUND.explain(moved_bytes=moved_bytes, flops=flops, **_memory_numbers(device, dtype))
 
 
-def convolution_seconds(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric) -> Number:
-    """Seconds of a convolution (either direction) of `flops`, reading and writing `moved_bytes`."""
-    return convolution_price(device, dtype, flops, moved_bytes).value
+def convolution_seconds(
+    device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric, kind: str = "forward"
+) -> Number:
+    """Seconds of a convolution of `flops`, reading and writing `moved_bytes`; `kind`: see `hardware.CONVOLUTIONS`."""
+    return convolution_price(device, dtype, flops, moved_bytes, kind).value
 
 
-def convolution_price(device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric) -> Priced:
+def convolution_price(
+    device: Device, dtype: str, flops: Numeric, moved_bytes: Numeric, kind: str = "forward"
+) -> Priced:
     """The price that `convolution_seconds` gives the value of."""
-    numbers = _dense_numbers(device, dtype, device.convolution_efficiency)
+    efficiency = device.convolution_efficiency * device.convolution_shares.get(kind, 1.0)
+    numbers = _dense_numbers(device, dtype, efficiency)
     return Priced(DENSE, {"flops": flops, "moved_bytes": moved_bytes, **numbers})
 
 

@@ -54,6 +54,13 @@ class MoveSample:
 
 
 @dataclass(frozen=True, slots=True)
+class ViewSample:
+    """A timed op that runs no kernel."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class KernelSample:
     """A timed op, by its name in `Device.kernels`."""
 
@@ -81,19 +88,21 @@ class ConvolutionSample:
     flops: float
     moved_bytes: int
     seconds: float
+    kind: str = "forward"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSample:
-    """A timed collective over the whole of one axis; `processor_s`: what a rank's processors worked for it."""
+    """A timed collective over the whole of one axis."""
 
     kind: str
     bytes_: int
     seconds: float
-    processor_s: float = 0.0
 
 
-Sample: TypeAlias = MatmulSample | MoveSample | KernelSample | AttentionSample | ConvolutionSample | CollectiveSample
+Sample: TypeAlias = (
+    MatmulSample | MoveSample | ViewSample | KernelSample | AttentionSample | ConvolutionSample | CollectiveSample
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,7 @@ class ComputeSamples:
     convolutions: tuple[ConvolutionSample, ...] = ()
     host_copies: tuple[MoveSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()
+    views: tuple[ViewSample, ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> ComputeSamples:
@@ -117,6 +127,7 @@ class ComputeSamples:
             tuple(item for item in samples if isinstance(item, ConvolutionSample)),
             tuple(item for item in samples if isinstance(item, MoveSample) and item.to_host),
             tuple(item for item in samples if isinstance(item, KernelSample)),
+            tuple(item for item in samples if isinstance(item, ViewSample)),
         )
 
 
@@ -135,9 +146,11 @@ def fit_device(base: Device, samples: ComputeSamples) -> Device:
         device = _fit_share(device, f"attention_{direction}_efficiency", mine, _attention_price)
     causal = [item for item in samples.attentions if item.mask == "causal"]
     device = _fit_share(device, "causal_fraction", causal, _attention_price, least=0.5)
-    device = _fit_share(device, "convolution_efficiency", samples.convolutions, _convolution_price)
+    device = _fit_convolutions(device, samples.convolutions)
     names = sorted({item.op for item in samples.kernels})
     device = replace(device, kernels={name: _fit_kernel(device, name, samples.kernels) for name in names})
+    if samples.views:
+        device = replace(device, view_s=float(np.mean([item.seconds for item in samples.views])))
     if samples.host_copies:
         rate = float(np.median([item.moved_bytes / item.seconds for item in samples.host_copies]))
         device = replace(device, host_bytes_per_s=rate)
@@ -178,10 +191,11 @@ def fit_axis(axis: AxisLinks, samples: Sequence[CollectiveSample]) -> AxisLinks:
     return moved(_least(errors, 8))
 
 
-def fit_overlap(samples: Sequence[CollectiveSample]) -> float:
-    """The rate of compute beside a collective where the same processors do both: the share that they wait in it."""
-    shares = [min(1.0, item.processor_s / item.seconds) for item in samples]
-    return 1.0 - float(np.mean(shares)) if shares else 0.0
+def hidden_share(worked_s: float, blocking_s: float, late_s: float) -> float:
+    """The share of collectives that computation hides, from the seconds of the computation alone, of both where each
+    collective is waited for at once, and of both where all are waited for at the end."""
+    added_s = blocking_s - worked_s
+    return min(1.0, max(0.0, (blocking_s - late_s) / added_s)) if added_s > 0 else 0.0
 
 
 def device_residuals(device: Device, samples: ComputeSamples) -> dict[str, float]:
@@ -309,7 +323,21 @@ def _attention_price(device: Device, item: AttentionSample) -> float:
 
 
 def _convolution_price(device: Device, item: ConvolutionSample) -> float:
-    return float(convolution_seconds(device, item.dtype, item.flops, item.moved_bytes))
+    return float(convolution_seconds(device, item.dtype, item.flops, item.moved_bytes, item.kind))
+
+
+def _fit_convolutions(device: Device, samples: Sequence[ConvolutionSample]) -> Device:
+    """The efficiency of those that are most efficient, and the share of it that each kind reaches."""
+    found = {}
+    for kind in sorted({item.kind for item in samples}):
+        mine = [replace(item, kind="") for item in samples if item.kind == kind]
+        found[kind] = _fit_share(device, "convolution_efficiency", mine, _convolution_price).convolution_efficiency
+    if not found:
+        return device
+    best = max(found.values())
+    return replace(
+        device, convolution_efficiency=best, convolution_shares={kind: it / best for kind, it in found.items()}
+    )
 
 
 def _least(errors: Callable[[npt.NDArray[np.float64]], Sequence[float]], count: int) -> npt.NDArray[np.float64]:

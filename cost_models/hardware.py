@@ -47,6 +47,8 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
+CONVOLUTIONS = ("forward", "backward", "grouped forward", "grouped backward")
+"""Kinds of convolutions; one is grouped where each output channel reads some of the input channels, as depthwise."""
 HOST_STEP_BYTES_PER_S = 2e10
 """A round estimate: AdamW of 2^24 float32 elements on one core of a shared x86_64 (torch 2.13, 2026-12-01) moves 4.8e9
 bytes/s of parameters, gradients and states by default, and 2.7e10 with `fused=True`; a rank has several cores."""
@@ -106,6 +108,8 @@ class Device:
     cache_bytes: float = 0.0  # of a memory-bound op, moved at cache_bytes_per_s; 0: not modelled
     cache_bytes_per_s: float = 0.0
     causal_fraction: float = 0.5  # of the scores that attention computes under a causal mask; 1: the kernel skips none
+    convolution_shares: Mapping[str, float] = field(default_factory=dict)  # by kind, of that efficiency; usually 1
+    view_s: float = 0.0  # of a node that runs no kernel, where the processor that starts kernels also runs them
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by op; an op that is not here: memory-bound
     source: str = ""
     _hash: int = field(init=False, repr=False, compare=False)
@@ -116,6 +120,7 @@ class Device:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "matmul", MappingProxyType(dict(self.matmul)))
         object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
+        object.__setattr__(self, "convolution_shares", MappingProxyType(dict(self.convolution_shares)))
         require(bool(self.peak_flops), f"{self.name}: peak_flops is empty")
         for dtype, flops in self.peak_flops.items():
             require(flops > 0, f"{self.name}: peak_flops[{dtype!r}] is not above 0")
@@ -126,7 +131,11 @@ class Device:
                      "convolution_efficiency"):  # fmt: skip
             require(0 < getattr(self, name) <= 1, f"{self.name}: {name} is not in (0, 1]")
         require(0.5 <= self.causal_fraction <= 1, f"{self.name}: causal_fraction is not in [0.5, 1]")
+        for kind, share in self.convolution_shares.items():
+            require(kind in CONVOLUTIONS, f"{self.name}: {kind!r} in convolution_shares is not one of {CONVOLUTIONS}")
+            require(share > 0, f"{self.name}: convolution_shares[{kind!r}] is not above 0")
         require(self.launch_s >= 0, f"{self.name}: launch_s is negative")
+        require(self.view_s >= 0, f"{self.name}: view_s is negative")
         require(self.cache_bytes >= 0, f"{self.name}: cache_bytes is negative")
         cached = self.cache_bytes_per_s > 0 or not self.cache_bytes
         require(cached, f"{self.name}: cache_bytes without cache_bytes_per_s")
@@ -382,6 +391,7 @@ def _plain(profile: HardwareProfile) -> dict[str, Any]:
     device["peak_flops"] = dict(profile.device.peak_flops)
     device["matmul"] = {dtype: asdict(curve) for dtype, curve in profile.device.matmul.items()}
     device["kernels"] = {name: asdict(cost) for name, cost in profile.device.kernels.items()}
+    device["convolution_shares"] = dict(profile.device.convolution_shares)
     plain = {item.name: getattr(profile, item.name) for item in fields(HardwareProfile)}
     plain |= {"device": device, "residuals": dict(profile.residuals)}
     plain |= {"intra": asdict(profile.intra), "inter": asdict(profile.inter)}

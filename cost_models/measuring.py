@@ -1,14 +1,16 @@
 """Times many small things fairly on a machine that does other work too.
 
-Everything is timed in rounds: each call once a round, so that each finds the caches as the others left them, as in a
-training step, and each is timed at moments that lie far apart. The least time of the rounds counts, since what else
-runs only adds time. One thread of a CPU is timed by its processor time, which stands still while others run.
+Everything is timed in rounds: each call once a round, so that each finds caches and memory as the others left them, as
+in a training step, and each is timed at moments that lie far apart. The median of the rounds counts: what a call
+usually takes, which is what the sum of a step's many calls comes to. One thread of a CPU is timed by its processor
+time, which stands still while others run.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from autopar.torch_compat import register_gloo_in_order
 
 Report = Callable[[str], None]  # told the name of each round before it runs
 Calls = Sequence[Callable[[], object]]
@@ -32,6 +37,7 @@ class World:
     rank: int = 0
     ranks: int = 1
     ranks_per_node: int = 1
+    group: dist.ProcessGroup | None = None  # in which compiled models would communicate
 
 
 @contextmanager
@@ -49,7 +55,9 @@ def launched_world() -> Iterator[World]:
         if kind == "cuda":
             torch.cuda.set_device(local)
         here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-        yield World(here, dist.get_rank(), len(hosts), max(hosts.count(host) for host in set(hosts)))
+        per_node = max(hosts.count(host) for host in set(hosts))
+        group = dist.group.WORLD if kind == "cuda" else dist.new_group(backend=register_gloo_in_order())
+        yield World(here, dist.get_rank(), len(hosts), per_node, group)
     finally:
         dist.destroy_process_group()
 
@@ -62,61 +70,66 @@ class Effort:
     most_s: float
 
 
-def least_seconds(calls: Calls, world: World, effort: Effort, report: Callable[[int], None]) -> list[float]:
-    """The least time of each call on one rank, averaged over the ranks, which do not wait for each other."""
+def usual_seconds(calls: Calls, world: World, effort: Effort, report: Callable[[int], None]) -> list[float]:
+    """The median time of each call on one rank, averaged over the ranks, which do not wait for each other.
+
+    What the calls return is kept for a while, as the values of a forward are: memory is fresh as in a step.
+    """
     clock = time.thread_time if world.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    least = np.full(len(calls), np.inf)
+    rounds: list[list[float]] = []
     started = time.perf_counter()
     for number in range(effort.rounds):
         if number > LEAST_ROUNDS and time.perf_counter() - started > effort.most_s:
             break
         report(number)
-        spent = np.array([_timed(call, world, clock) for call in calls])
-        if number:  # the first one warms up
-            least = np.minimum(least, spent)
-    seconds: list[float] = (_over_ranks(world, least, dist.ReduceOp.SUM) / world.ranks).tolist()
-    return seconds
+        kept = Kept()
+        rounds.append([_timed(call, world, clock, kept) for call in calls])
+    return _usual(rounds, world)
 
 
-def least_seconds_together(
-    calls: Calls, world: World, effort: Effort, report: Callable[[int], None]
-) -> list[tuple[float, float]]:
-    """Of each call that all ranks make at once: (least seconds from when the last begins until the last is done,
-    least seconds of all processors of a rank)."""
-    spans: list[npt.NDArray[np.float64]] = []  # by call: begin, end, processor seconds
+def usual_seconds_together(calls: Calls, world: World, effort: Effort, report: Callable[[int], None]) -> list[float]:
+    """The median time of each call that all ranks make at once, averaged over the ranks."""
+    rounds: list[list[float]] = []
     started = time.perf_counter()
     for number in range(effort.rounds):
         late = np.array([float(number > LEAST_ROUNDS and time.perf_counter() - started > effort.most_s)])
         if _over_ranks(world, late, dist.ReduceOp.MAX)[0]:
             break
         report(number)
-        spans.append(np.array([_span_together(call, world) for call in calls]))
-    rounds = np.stack(spans[1:])  # the first one warms up
-    worked = _over_ranks(world, rounds[..., 2], dist.ReduceOp.MAX).min(axis=0)
-    if world.ranks_per_node < world.ranks:  # clocks of other machines show other times
-        slowest = _over_ranks(world, rounds[..., 1] - rounds[..., 0], dist.ReduceOp.MAX)
-    else:
-        last = _over_ranks(world, rounds, dist.ReduceOp.MAX)
-        slowest = last[..., 1] - last[..., 0]
-    return list(zip(slowest.min(axis=0).tolist(), worked.tolist(), strict=True))
+        kept = Kept()
+        rounds.append([_timed(call, world, time.perf_counter, kept) for call in calls])
+    return _usual(rounds, world)
 
 
-def _span_together(call: Callable[[], object], world: World) -> tuple[float, float, float]:
-    dist.barrier()
-    worked, start = time.process_time(), time.perf_counter()
-    call()
-    _wait(world)
-    end = time.perf_counter()
-    return start, end, time.process_time() - worked
+def _usual(rounds: list[list[float]], world: World) -> list[float]:
+    """By call, the median of the rounds but the first, which warms up; the mean of the ranks."""
+    own = np.median(np.array(rounds[1:] or rounds), axis=0)
+    seconds: list[float] = (_over_ranks(world, own, dist.ReduceOp.SUM) / world.ranks).tolist()
+    return seconds
 
 
-def _timed(call: Callable[[], object], world: World, clock: Callable[[], float]) -> float:
+def _timed(call: Callable[[], object], world: World, clock: Callable[[], float], kept: Kept) -> float:
     start = clock()
-    kept = call()  # freed after the clock was read
+    result = call()
     _wait(world)
     spent = clock() - start
-    del kept
+    kept.keep(result)
     return spent
+
+
+class Kept:
+    """Keeps what calls have returned, the oldest only as long as all of it takes no more than `most_bytes`."""
+
+    def __init__(self, most_bytes: int = 2**28) -> None:
+        self.most_bytes, self.bytes = most_bytes, 0
+        self._results: deque[tuple[object, int]] = deque()
+
+    def keep(self, result: object) -> None:
+        size = sum(item.nbytes for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor))
+        self._results.append((result, size))
+        self.bytes += size
+        while self.bytes > self.most_bytes and len(self._results) > 1:
+            self.bytes -= self._results.popleft()[1]
 
 
 def _wait(world: World) -> None:

@@ -16,7 +16,14 @@ from autopar.passes.copies import OFFLOAD, is_copy, is_copy_wait
 from autopar.passes.defer_reductions import last_sums
 from autopar.passes.host_parameters import ON_HOST
 from autopar.passes.pipeline import LocalProgram
-from autopar.planner.node_prices import collective_call, compute_seconds, computes, copied_bytes, copied_over_bytes
+from autopar.planner.node_prices import (
+    collective_call,
+    compute_seconds,
+    computes,
+    copied_bytes,
+    copied_over_bytes,
+    is_view,
+)
 from autopar.planner.optimizer_state import Optimizer
 from autopar.planner.prices import Prices
 from autopar.sharding.op_call import spec_of
@@ -25,11 +32,18 @@ from autopar.stages.assign import size_of
 COMPUTE = "compute"
 UPDATE, SENT = "update ", "send gradient of "
 """How the names of ops that run once a step begin, before a parameter's."""
+VIEWS_PER_TENSOR = 10
+"""What a call does with each parameter, buffer and gradient outside of the graphs (takes the shard of one, wraps the
+other as a DTensor), in views: 25 to 40 microseconds beside 3 (ResNet and ViT on two gloo ranks of an x86_64, torch
+2.13, 2026-12-01)."""
+CHECK_BYTES = 24
+"""Of the all-reduce that compares the ranks' calls."""
 
 
 def emitted_ops(local: LocalProgram, prices: Prices, optimizer: Optimizer) -> tuple[TimedOp, ...]:
     """One step of one rank: the forward's nodes, the backward's, and the optimizer's step, in issue order."""
     walk = _Walk(local, prices)
+    walk.add_call()
     for gm in (local.forward, local.backward):
         for node in gm.graph.nodes if gm is not None else ():
             walk.add(node)
@@ -53,6 +67,16 @@ class _Walk:
         tails = last_sums(self.local.backward, self.local.program).values()
         return frozenset(node for tail in tails for node in tail)
 
+    def add_call(self) -> None:
+        """What surrounds the graphs of a call, where the processors that compute do it."""
+        view_s = self.prices.device.view_s
+        if view_s and not self.prices.microbatches > 1:
+            kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+            tensors = sum(item.kind in kinds for item in self.local.program.inputs)
+            tensors += sum(item.kind is OutputKind.GRADIENT for item in self.local.program.outputs)
+            checks = [self.prices.collective("all_reduce", CHECK_BYTES, axis) for axis in range(len(self.prices.axes))]
+            self._compute("call", max(checks) + VIEWS_PER_TENSOR * tensors * view_s, "outside of the graphs")
+
     def add(self, node: fx.Node) -> None:
         if is_collective(node):
             self._add_collective(node)
@@ -63,6 +87,8 @@ class _Walk:
             self.waited += tuple(started)
         elif computes(node):
             self._compute(node.name, compute_seconds(node, self.prices), _detail(node))
+        elif self.prices.device.view_s and is_view(node):
+            self._compute(node.name, self.prices.device.view_s, _detail(node))
 
     def _compute(self, name: str, seconds: float, detail: str) -> None:
         self.ops.append(TimedOp(name, seconds, "compute", 0, COMPUTE, self.waited, detail=detail))

@@ -39,6 +39,13 @@ def computes(node: fx.Node) -> bool:
     return view_base(node) is None
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node runs on the host alone: it makes a view, or picks one of several outputs."""
+    if node.op != "call_function" or is_collective(node) or is_wait(node) or is_copy(node) or is_copy_wait(node):
+        return False
+    return is_getitem(node) or view_base(node) is not None
+
+
 def compute_seconds(node: fx.Node, prices: Prices) -> float:
     """Seconds of a node that computes: of the part of its rows that it works on, where its local form noted one."""
     share: float = node.meta.get(WORK_SHARE, 1.0)
@@ -88,7 +95,9 @@ def node_seconds(node: fx.Node, prices: Prices, geometry: RankGeometry) -> float
         return prices.collective(call.kind, call.bytes_, call.axis) + (prices.copy(copied) if copied else 0.0)
     if is_copy(node):
         return prices.host_copy(copied_over_bytes(node))
-    return compute_seconds(node, prices) if computes(node) else 0.0
+    if computes(node):
+        return compute_seconds(node, prices)
+    return prices.device.view_s if is_view(node) else 0.0
 
 
 def origin_geometry(mesh_shape: tuple[int, ...], device: str = "cpu") -> RankGeometry:

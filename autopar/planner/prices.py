@@ -372,7 +372,9 @@ def _convolution(passes: int, image: int, weight: int) -> Work:
         spatial = inputs[image] if transposed else gradient
         filters = _dims(inputs[weight])
         per_position = np.prod(filters, axis=0) / filters[0]
-        return [convolution_price(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved)]
+        direction = "forward" if passes == 1 else "backward"
+        kind = f"grouped {direction}" if call.argument(7 + passes, "groups", 1) != 1 else direction
+        return [convolution_price(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved, kind)]
 
     return work
 

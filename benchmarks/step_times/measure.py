@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.cost_models.calibrate import MATMULS
-from autopar.cost_models.compute import kernel_price, matmul_seconds
 from autopar.cost_models.hardware import HardwareProfile
-from autopar.cost_models.kernel_table import Shapes, bound_kernel
 from autopar.mesh import as_mesh
 from autopar.passes.collectives import is_collective, is_wait
 from autopar.planner.node_prices import collective_call, computes, node_seconds
@@ -28,80 +24,83 @@ from autopar.runtime.parallel_module import ParallelModule
 from autopar.runtime.step import geometry_of
 from autopar.sharding.op_call import call_of
 from benchmarks.step_times.models import Made
-from benchmarks.step_times.ticks import Clock, Notes, gathered, with_ticks
+from benchmarks.step_times.ticks import Clock, Times, gathered, with_ticks
 
 Record = dict[str, Any]
-PROBED = ("aten.add", "aten.gelu", "aten._softmax", "aten.native_layer_norm", "aten.sum of rows")
 
 
 @dataclass
 class Subject:
-    """A model under one plan, with a clock in its graphs."""
+    """A model under one plan."""
 
     pmodel: ParallelModule
     inputs: Mapping[str, Tensor]
     prices: Prices
-    clock: Clock = field(default_factory=Clock)
-    nodes: list[tuple[fx.Node, ...]] = field(default_factory=list)  # of each phase, as the clock ticks
     walls: list[tuple[float, float]] = field(default_factory=list)  # start and end of each step
-    processor: list[tuple[float, float]] = field(default_factory=list)  # of all threads, and of this one
-    noted: list[list[tuple[float, float]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        bound = self.pmodel._shown()
-        local = bound.step.local
-        assert local.backward is not None
-        phases = {}
-        for name, gm in (("forward", local.forward), ("backward", local.backward)):
-            phases[name], names = with_ticks(gm, self.clock)
-            by_name = {node.name: node for node in gm.graph.nodes}
-            self.nodes.append(tuple(by_name[item] for item in names))
-        bound.step = replace(bound.step, local=replace(local, **phases))
+    processor_s: list[float] = field(default_factory=list)  # of all threads
 
     def step(self) -> None:
         """One step: forward and backward."""
         self.pmodel.zero_grad(set_to_none=True)
-        self.clock.noted = []
         dist.barrier()
-        start, all_s, own_s = time.perf_counter(), time.process_time(), time.thread_time()
+        start, worked = time.perf_counter(), time.process_time()
         out = self.pmodel(**self.inputs)
         getattr(out, "loss", out).backward()
-        self.processor.append((time.process_time() - all_s, time.thread_time() - own_s))
+        self.processor_s.append(time.process_time() - worked)
         self.walls.append((start, time.perf_counter()))
-        self.noted.append(self.clock.noted)
         self.pmodel.zero_grad(set_to_none=True)
 
     def record(self) -> Record:
-        """The figures of all steps but the first, which warms up; of this rank, or the mean of all."""
-        ranks, cut = dist.get_world_size(), len(self.nodes[0]) + 1
-        ticks, edges = np.array(self.noted[1:]), np.array(self.walls[1:])
-        rows = []
-        for nodes, part in zip(self.nodes, (ticks[:, :cut], ticks[:, cut:]), strict=True):
-            rows += self._rows(Notes(nodes, part))
-        spans = (ticks[:, 0, 0] - edges[:, 0], ticks[:, cut, 0] - ticks[:, cut - 1, 0], edges[:, 1] - ticks[:, -1, 0])
-        around_s = float(sum(span.min() for span in spans))
-        processor = np.array(self.processor[1:])
-        waited_s = sum(row["measured_s"] for row in rows if row["kind"].startswith("wait"))
-        unhidden_s = max(0.0, float((processor[:, 0] - processor[:, 1]).min()) - waited_s)  # of the threads that carry
-        undisturbed_s = around_s + unhidden_s + sum(row["measured_s"] for row in rows)
-        means = gathered([undisturbed_s, processor[:, 0].min()], ranks).mean(axis=1)
-        both = gathered(edges, ranks)
+        """The figures of all steps but the first, which warms up; a step lasts from when the first rank begins until
+        the last one is done."""
+        ranks = dist.get_world_size()
+        both = gathered(np.array(self.walls[1:]), ranks)
+        seconds = both[..., 1].max(axis=1) - both[..., 0].min(axis=1)
         plan: Any = self.pmodel.plan
         return {
             "predicted_s": plan.step_s,
-            "undisturbed_s": float(means[0]),
-            "step_s": float((both[..., 1].max(axis=1) - both[..., 0].min(axis=1)).min()),
-            "processor_s": float(means[1]),
-            "steps": len(edges),
-            "around_s": around_s,
-            "unhidden_s": unhidden_s,
-            "kinds": _by_kind(rows),
+            "step_s": float(np.median(seconds)),
+            "fastest_s": float(seconds.min()),
+            "processor_s": float(gathered([np.median(self.processor_s[1:])], ranks).mean()),
+            "steps": len(seconds),
         }
 
-    def _rows(self, notes: Notes) -> list[Record]:
+    def by_kind(self, steps: int) -> dict[str, list[float]]:
+        """Of further steps that note the time after every node, by kind of op; see `_by_kind`."""
+        with self._ticking() as (clock, phases):
+            noted = []
+            for _ in range(steps):
+                clock.noted = []
+                self.step()
+                noted.append(clock.noted)
+        ticks, at, rows = np.array(noted[1:]), 0, list[Record]()
+        for nodes in phases:
+            rows += self._rows(nodes, np.diff(ticks[:, at : at + len(nodes) + 1], axis=1))
+            at += len(nodes) + 1
+        return _by_kind(rows)
+
+    @contextmanager
+    def _ticking(self) -> Iterator[tuple[Clock, list[tuple[fx.Node, ...]]]]:
+        """In here the graphs note the time; (where, the nodes of each phase that are timed)."""
+        bound, clock, phases, timed = self.pmodel._shown(), Clock(), {}, []
+        local = bound.step.local
+        assert local.backward is not None
+        for name, gm in (("forward", local.forward), ("backward", local.backward)):
+            phases[name], names = with_ticks(gm, clock)
+            by_name = {node.name: node for node in gm.graph.nodes}
+            timed.append(tuple(by_name[item] for item in names))
+        plain, bound.step = bound.step, replace(bound.step, local=replace(local, **phases))
+        try:
+            yield clock, timed
+        finally:
+            bound.step = plain
+
+    def _rows(self, nodes: Sequence[fx.Node], spent: Times) -> list[Record]:
+        """`spent`: [steps, nodes, (wall, processor)] seconds. A wait counts by the wall, other nodes by the
+        processor."""
         geometry = geometry_of(self.pmodel.mesh)
-        rows = []
-        for node, seconds in zip(notes.nodes, notes.seconds().tolist(), strict=True):
+        usual, rows = np.median(spent, axis=0), []
+        for node, (wall_s, worked_s) in zip(nodes, usual.tolist(), strict=True):
             kind = "view"
             if is_collective(node):
                 kind = collective_call(node, geometry).kind
@@ -110,7 +109,7 @@ class Subject:
             elif computes(node):
                 kind = kernel_class(call_of(node))
             priced_s = node_seconds(node, self.prices, geometry)
-            rows.append({"kind": kind, "measured_s": seconds, "priced_s": priced_s})
+            rows.append({"kind": kind, "measured_s": wall_s if is_wait(node) else worked_s, "priced_s": priced_s})
         return rows
 
 
@@ -125,49 +124,20 @@ def _by_kind(rows: Sequence[Record]) -> dict[str, list[float]]:
     return dict(sums)
 
 
-class Probe:
-    """Ops that calibration timed, timed again beside the steps: has the machine become faster or slower meanwhile?"""
-
-    def __init__(self, prices: Prices) -> None:
-        shapes = Shapes(2048, torch.device("cpu"))
-        kernels = {name: bound_kernel(name, shapes) for name in PROBED}
-        self.calls: list[Callable[[], object]] = [item.call for item in kernels.values() if item]
-        device = prices.device
-        self.priced_s = [
-            float(kernel_price(device, name, item.moved_bytes).value) for name, item in kernels.items() if item
-        ]
-        for m, n, k in MATMULS[2:6]:
-            left, right = torch.rand(m, k), torch.rand(k, n)
-            self.calls.append(partial(torch.mm, left, right))
-            self.priced_s.append(float(matmul_seconds(device, "float32", 1, m, n, k)))
-        self.least_s = np.full(len(self.calls), np.inf)
-
-    def run(self) -> None:
-        for index, call in enumerate(self.calls):
-            start = time.thread_time()
-            call()
-            self.least_s[index] = min(self.least_s[index], time.thread_time() - start)
-
-    def drift(self) -> float:
-        """Median of measured over priced time; the mean of all ranks."""
-        own = float(np.median(self.least_s / np.array(self.priced_s)))
-        return float(gathered([own], dist.get_world_size()).mean())
-
-
 def measure(
-    made: Made, searches: Sequence[str], mesh: DeviceMesh, profile: HardwareProfile, *, steps: int
+    made: Made, searches: Sequence[str], mesh: DeviceMesh, profile: HardwareProfile, *, steps: int, ops: bool
 ) -> dict[str, Record]:
-    """The record of each plan; the plans take turns, step by step."""
+    """The record of each plan; the plans take turns, step by step. `ops`: what each kind of op took, too."""
     model, inputs = made
     prices = Prices(as_mesh(mesh, profile))
     subjects = {}
     for search in searches:
         pmodel = autopar.compile(model, mesh, example_inputs=inputs, search=search, hardware=profile)
         subjects[search] = Subject(pmodel, inputs, prices)
-    probe = Probe(prices)
     for _ in range(steps + 1):
         for subject in subjects.values():
             subject.step()
-            probe.run()
-    drift = probe.drift()
-    return {search: {**subject.record(), "drift": drift} for search, subject in subjects.items()}
+    records = {search: subject.record() for search, subject in subjects.items()}
+    if ops:
+        records = {search: {**records[search], "kinds": item.by_kind(steps)} for search, item in subjects.items()}
+    return records

@@ -20,6 +20,7 @@ from autopar.cost_models.compute import (
     Direction,
     Mask,
     attention_seconds,
+    convolution_seconds,
     kernel_price,
     matmul_seconds,
     memory_bound_seconds,
@@ -28,16 +29,18 @@ from autopar.cost_models.fitting import (
     AttentionSample,
     CollectiveSample,
     ComputeSamples,
+    ConvolutionSample,
     KernelSample,
     MatmulSample,
     MoveSample,
+    ViewSample,
     axis_residuals,
     device_residuals,
     fit_axis,
     fit_device,
-    fit_overlap,
+    hidden_share,
 )
-from autopar.cost_models.hardware import Device, KernelCost, axis_links, load_profile
+from autopar.cost_models.hardware import CONVOLUTIONS, Device, KernelCost, axis_links, load_profile
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 MASKS: tuple[Mask, ...] = ("none", "causal")
@@ -123,10 +126,36 @@ def test_a_fit_finds_out_whether_a_causal_mask_saves_time() -> None:
         assert fitted.attention_backward_efficiency == pytest.approx(0.7, rel=0.1)
 
 
-def test_processors_that_wait_in_a_collective_compute_meanwhile() -> None:
-    assert fit_overlap([]) == 0.0
-    samples = [CollectiveSample("all_reduce", 4, 1.0, 0.25), CollectiveSample("all_reduce", 8, 1.0, 2.0)]
-    assert fit_overlap(samples) == pytest.approx(1 - (0.25 + 1.0) / 2)
+@pytest.mark.parametrize(("late_s", "share"), [(14.0, 0.0), (13.0, 0.25), (10.0, 1.0), (9.0, 1.0), (15.0, 0.0)])
+def test_what_waiting_late_saves_of_the_collectives_is_hidden(late_s: float, share: float) -> None:
+    assert hidden_share(10.0, 14.0, late_s) == share
+
+
+def test_collectives_that_add_nothing_hide_nothing() -> None:
+    assert hidden_share(10.0, 9.9, 9.0) == 0.0
+
+
+def test_a_fit_tells_kinds_of_convolutions_apart() -> None:
+    cpu = load_profile("cpu").device
+    shares = {"forward": 1.0, "backward": 0.8, "grouped forward": 0.2, "grouped backward": 0.05}
+    real = replace(cpu, convolution_efficiency=0.7, convolution_shares=shares)
+    samples = [
+        ConvolutionSample("float32", flops, 1000, float(convolution_seconds(real, "float32", flops, 1000, kind)), kind)
+        for kind in CONVOLUTIONS
+        for flops in (1e8, 1e9)
+    ]
+    fitted = fit_device(cpu, ComputeSamples.of([*samples_of(cpu, noise=0.0).matmuls, *samples]))
+    assert fitted.convolution_efficiency == pytest.approx(0.7, rel=0.1)
+    assert dict(fitted.convolution_shares) == pytest.approx(shares, rel=0.05)
+    assert convolution_seconds(fitted, "float32", 1e9, 0, "grouped backward") > 10 * convolution_seconds(
+        fitted, "float32", 1e9, 0
+    )
+
+
+def test_a_fit_takes_the_price_of_a_view() -> None:
+    cpu = load_profile("cpu").device
+    samples = [*samples_of(cpu, noise=0.0).matmuls, ViewSample(3e-6), ViewSample(5e-6)]
+    assert fit_device(cpu, ComputeSamples.of(samples)).view_s == pytest.approx(4e-6)
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -25,7 +25,7 @@ from autopar.planner.decisions import NO_OPTIMIZER, DecisionList
 from autopar.planner.emitted_ops import emitted_ops
 from autopar.planner.hand_plans import hand_plan
 from autopar.planner.measure import measured_program, plan_entries, predicted_step_s
-from autopar.planner.node_prices import computes, node_seconds, origin_geometry
+from autopar.planner.node_prices import computes, is_view, node_seconds, origin_geometry
 from autopar.planner.prices import Prices
 from autopar.search import evaluate, solve
 
@@ -118,6 +118,22 @@ def test_a_walk_has_each_collective_of_the_graphs_once_and_no_views() -> None:
     assert {op.name for op in ops if op.kind == "compute"} >= computed
     assert not [op for op in ops if op.seconds <= 0]
     assert not [node for node in nodes if node.name in computed and str(node.target).startswith("aten.view")]
+
+
+def test_where_views_have_a_price_they_and_the_call_are_walked_too() -> None:
+    (planning, prices), choice = planned((2, 2)), choice_of("fsdp", (2, 2))
+    device = replace(prices.mesh.profile.device, view_s=3e-6)
+    priced = Prices(autopar.Mesh((2, 2), hardware=replace(prices.mesh.profile, device=device)))
+    local = emit(program(), planning.assignment(choice), origin_geometry((2, 2)))
+    assert local.backward is not None
+    views = [node for gm in (local.forward, local.backward) for node in gm.graph.nodes if is_view(node)]
+    before, after = (emitted_ops(local, each, NO_OPTIMIZER) for each in (prices, priced))
+    assert after[0].name == "call"
+    assert after[0].seconds > 1e-4  # the collective that compares the calls, and all parameters
+    assert views
+    assert {op.name for op in after} - {op.name for op in before} == {"call", *(node.name for node in views)}
+    assert sum(op.seconds for op in after[1:]) - sum(op.seconds for op in before) == pytest.approx(3e-6 * len(views))
+    assert all(node_seconds(node, priced, local.geometry) == 3e-6 for node in views)
 
 
 def make(**options: Any) -> autopar.Plan:
