@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -27,15 +28,23 @@ from autopar.cost_models.fitting import (
     KernelSample,
     MatmulSample,
     MoveSample,
+    OverlapSample,
     Sample,
     ViewSample,
     axis_residuals,
     device_residuals,
     fit_axis,
     fit_device,
-    hidden_share,
+    fit_overlap,
 )
-from autopar.cost_models.hardware import AxisLinks, HardwareProfile, axis_links, load_profile, profile_for_device_name
+from autopar.cost_models.hardware import (
+    AxisLinks,
+    HardwareProfile,
+    axis_links,
+    convolution_kind,
+    load_profile,
+    profile_for_device_name,
+)
 from autopar.cost_models.kernel_table import KERNELS, ROWS, Shapes, bound_kernel
 from autopar.cost_models.measuring import Effort, Report, World, usual_seconds, usual_seconds_together
 
@@ -65,10 +74,10 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 CPU_DTYPES = ("float32", "float64", "bfloat16", "float16")
 ROUNDS = 40
 USUAL_S = 60.0
-COMPUTE_SHARE, COLLECTIVES_SHARE = 0.5, 0.35  # of the time; the rest is for what collectives hide
+COMPUTE_SHARE, COLLECTIVES_SHARE = 0.4, 0.3  # of the time; the rest is for what collectives hide
 VIEWS_REPEATS = 25
-WORK_SIZE, OVERLAP_REPEATS = 384, 24
-OVERLAPPED = (("all_gather", 2**16), ("all_reduce", 2**16), ("all_reduce", 2**18), ("reduce_scatter", 2**18))
+WORK_SIZE, OVERLAP_REPEATS, BURST, WINDOWS = 384, 12, 4, (1, 2, 4, 8)
+OVERLAPPED = (("all_reduce", 2**12), ("all_reduce", 2**17), ("all_gather", 2**17))
 LEAST_S = 1e-6
 SMALL_BYTES, SMALL_REPEATS = 2**21, 8  # messages of this size and more: once a round
 
@@ -103,7 +112,8 @@ def calibrate(
         timed = measure_collectives(world, Effort(ROUNDS, COLLECTIVES_SHARE * most_s), report)
         if world.device.type == "cpu":  # the processors that carry messages are those that compute
             share = 1 - COMPUTE_SHARE - COLLECTIVES_SHARE
-            profile = replace(profile, overlap=measure_overlap(world, Effort(ROUNDS, share * most_s), report))
+            overlap, after_s = fit_overlap(measure_overlap(world, Effort(ROUNDS, share * most_s), report))
+            profile = replace(profile, overlap=overlap, overlap_after_s=after_s)
         profile, fitted = _with_axis(profile, fit_axis(axis, timed), world)
         residuals |= axis_residuals(fitted, timed)
     return replace(profile, residuals=residuals)
@@ -147,14 +157,24 @@ def measure_collectives(world: World, effort: Effort, report: Report) -> tuple[C
     return tuple(item for item in samples if isinstance(item, CollectiveSample))
 
 
-def measure_overlap(world: World, effort: Effort, report: Report) -> float:
-    """The share of a collective that computation hides on processors that do both, where it is waited for late."""
+def measure_overlap(world: World, effort: Effort, report: Report) -> OverlapSample:
+    """What computation hides of collectives on processors that do both, by how much of it passes until they are waited
+    for: a thread that carries messages is woken up, and then waits for its turn."""
     work, starts = _work(world), [_starts(world, size)[kind] for kind, size in OVERLAPPED]
-    blocking = [partial(_behind_work, work, partial(_waited, start), OVERLAP_REPEATS) for start in starts]
-    late = [partial(_waited_late, work, start, OVERLAP_REPEATS) for start in starts]
-    calls = [partial(_behind_work, work, _nothing, OVERLAP_REPEATS), *blocking, *late]
-    worked_s, *spent = usual_seconds_together(calls, world, effort, _round_of("overlap", report))
-    return hidden_share(len(starts) * worked_s, sum(spent[: len(starts)]), sum(spent[len(starts) :]))
+    calls = [partial(_behind_work, work, _nothing, OVERLAP_REPEATS)]
+    calls += [partial(_behind_work, work, partial(_waited, start), OVERLAP_REPEATS) for start in starts]
+    calls += [partial(_waited_late, work, start, OVERLAP_REPEATS) for start in starts]
+    for window in WINDOWS:
+        calls.append(partial(_behind_work, work, _nothing, OVERLAP_REPEATS * window))
+        calls += [partial(_waited_soon, work, start, window) for start in starts]
+    spent = np.array(usual_seconds_together(calls, world, effort, _round_of("overlap", report)))
+    count = len(starts)
+    added_s = spent[1 : 1 + count].sum() - count * spent[0]
+    late_s = spent[1 + count : 1 + 2 * count].sum() - count * spent[0]
+    soon = spent[1 + 2 * count :].reshape(len(WINDOWS), 1 + count)
+    soon_s = soon[:, 1:].sum(axis=1) - count * soon[:, 0]
+    windows_s = soon[:, 0] / OVERLAP_REPEATS
+    return OverlapSample(float(added_s), float(late_s), tuple(zip(windows_s.tolist(), soon_s.tolist(), strict=True)))
 
 
 def _nothing() -> None:
@@ -168,13 +188,21 @@ def _behind_work(work: Callable[[], object], call: Callable[[], object], count: 
 
 
 def _waited_late(work: Callable[[], object], start: Callable[[], torch.Tensor], count: int) -> None:
-    """As the sums of gradients are: waited for at the end."""
+    """As the sums of gradients are: some at a time, waited for at the end."""
     started = []
-    for _ in range(count):
-        started.append(start())
-        work()
+    for _ in range(count // BURST):
+        started += [start() for _ in range(BURST)]
+        _behind_work(work, _nothing, BURST)
     for item in started:
         torch.ops._c10d_functional.wait_tensor(item)
+
+
+def _waited_soon(work: Callable[[], object], start: Callable[[], torch.Tensor], window: int) -> None:
+    """As parameters are gathered: one at a time, waited for after some work."""
+    for _ in range(OVERLAP_REPEATS):
+        started = start()
+        _behind_work(work, _nothing, window)
+        torch.ops._c10d_functional.wait_tensor(started)
 
 
 def _work(world: World) -> Callable[[], object]:
@@ -291,7 +319,7 @@ def _convolution(world: World, name: str, sizes: tuple[int, ...]) -> Iterator[Ca
     output = torch.ops.aten.convolution.default(image, weight, *how)
     flops = 2.0 * output.numel() * weight[0].numel()
     moved = sum(item.nbytes for item in (image, weight, output))
-    grouped = "grouped " if groups > 1 else ""
+    kinds = [convolution_kind(direction, groups, filter_side**2) for direction in ("forward", "backward")]
 
     def backward() -> tuple[torch.Tensor, ...]:
         grads: tuple[torch.Tensor, ...] = torch.ops.aten.convolution_backward.default(
@@ -301,10 +329,10 @@ def _convolution(world: World, name: str, sizes: tuple[int, ...]) -> Iterator[Ca
 
     yield Case(
         lambda: torch.ops.aten.convolution.default(image, weight, *how),
-        lambda seconds: ConvolutionSample(name, flops, moved, seconds, f"{grouped}forward"),
+        lambda seconds: ConvolutionSample(name, flops, moved, seconds, kinds[0]),
     )
     both = moved + image.nbytes + weight.nbytes
-    yield Case(backward, lambda seconds: ConvolutionSample(name, 2 * flops, both, seconds, f"{grouped}backward"))
+    yield Case(backward, lambda seconds: ConvolutionSample(name, 2 * flops, both, seconds, kinds[1]))
 
 
 def _collective(world: World, kind: str, size: int) -> Case | None:

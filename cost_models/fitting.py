@@ -100,6 +100,16 @@ class CollectiveSample:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class OverlapSample:
+    """What collectives add to the seconds of computation: where each is waited for at once; where all are at the end;
+    where each is after so much computation: (seconds of it, what they add)."""
+
+    waited_at_once_s: float
+    waited_late_s: float
+    waited_after: tuple[tuple[float, float], ...]
+
+
 Sample: TypeAlias = (
     MatmulSample | MoveSample | ViewSample | KernelSample | AttentionSample | ConvolutionSample | CollectiveSample
 )
@@ -191,11 +201,23 @@ def fit_axis(axis: AxisLinks, samples: Sequence[CollectiveSample]) -> AxisLinks:
     return moved(_least(errors, 8))
 
 
-def hidden_share(worked_s: float, blocking_s: float, late_s: float) -> float:
-    """The share of collectives that computation hides, from the seconds of the computation alone, of both where each
-    collective is waited for at once, and of both where all are waited for at the end."""
-    added_s = blocking_s - worked_s
-    return min(1.0, max(0.0, (blocking_s - late_s) / added_s)) if added_s > 0 else 0.0
+def fit_overlap(sample: OverlapSample) -> tuple[float, float]:
+    """(The share of collectives that computation hides where there is enough of it, the seconds of computation after
+    which half of that is hidden)."""
+    if sample.waited_at_once_s <= 0:
+        return 0.0, 0.0
+
+    def hidden(added_s: float) -> float:
+        return min(1.0, max(0.0, 1 - added_s / sample.waited_at_once_s))
+
+    overlap = hidden(sample.waited_late_s)
+    before_s, before = 0.0, 0.0
+    for window_s, added_s in sample.waited_after:
+        share = hidden(added_s)
+        if share >= overlap / 2:
+            return overlap, before_s + (window_s - before_s) * (overlap / 2 - before) / max(share - before, 1e-9)
+        before_s, before = window_s, share
+    return overlap, before_s
 
 
 def device_residuals(device: Device, samples: ComputeSamples) -> dict[str, float]:

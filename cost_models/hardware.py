@@ -47,11 +47,21 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
-CONVOLUTIONS = ("forward", "backward", "grouped forward", "grouped backward")
-"""Kinds of convolutions; one is grouped where each output channel reads some of the input channels, as depthwise."""
+CONVOLUTIONS = ("forward", "backward", "grouped forward", "grouped backward", "wide grouped forward",
+                "wide grouped backward")  # fmt: skip
+"""Kinds of convolutions: grouped, as depthwise, where an output channel reads some of the input channels; wide, with
+filters of more than 9 elements, for which libraries have other kernels."""
+NARROW_FILTER = 9
 HOST_STEP_BYTES_PER_S = 2e10
 """A round estimate: AdamW of 2^24 float32 elements on one core of a shared x86_64 (torch 2.13, 2026-12-01) moves 4.8e9
 bytes/s of parameters, gradients and states by default, and 2.7e10 with `fused=True`; a rank has several cores."""
+
+
+def convolution_kind(direction: str, groups: int, filter_elements: int) -> str:
+    """One of `CONVOLUTIONS`; `filter_elements`: of a filter in one channel."""
+    if groups == 1:
+        return direction
+    return f"{'wide ' if filter_elements > NARROW_FILTER else ''}grouped {direction}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +201,7 @@ class HardwareProfile:
     rank_speeds: tuple[float, ...] = ()
     rank_memory_bytes: tuple[int, ...] = ()
     overlap: float = 1.0  # the rate of compute on a rank while it communicates: 0 where nothing overlaps
+    overlap_after_s: float = 0.0  # computation that passes before communication beside it gets going
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)  # of a calibration: price over measurement, by op
 
@@ -199,6 +210,7 @@ class HardwareProfile:
         require(self.ranks_per_node >= 1, f"{self.name}: ranks_per_node is below 1")
         require(bool(self.protocols), f"{self.name}: no protocol")
         require(0 <= self.overlap <= 1, f"{self.name}: overlap {self.overlap} is not in [0, 1]")
+        require(self.overlap_after_s >= 0, f"{self.name}: overlap_after_s is negative")
         require(all(speed > 0 for speed in self.rank_speeds), f"{self.name}: a rank speed is not above 0")
         require(all(held > 0 for held in self.rank_memory_bytes), f"{self.name}: a rank's memory is not above 0")
 

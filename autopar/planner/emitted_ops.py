@@ -7,6 +7,8 @@ Copies to the host and back have a stream each.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from autopar.capture.program import InputKind, OutputKind, results_of
@@ -59,6 +61,9 @@ class _Walk:
         self.waited: tuple[int, ...] = ()  # collectives that the compute stream has waited for since its last op
         self.started: dict[fx.Node, int] = {}
         self.once = self._once()
+        self.after_s = prices.mesh.profile.overlap_after_s
+        self.computed_s = 0.0
+        self.pending: dict[str, list[tuple[int, float]]] = {}  # by stream: collectives, and what was computed before
 
     def _once(self) -> frozenset[fx.Node]:
         """What is left to the end of a step of several microbatches: one bears its share."""
@@ -84,6 +89,8 @@ class _Walk:
             self._add_copy(node)
         elif is_wait(node) or is_copy_wait(node):
             started = [self.started[source] for source in node.all_input_nodes if source in self.started]
+            for index in started:
+                self._settle(index)
             self.waited += tuple(started)
         elif computes(node):
             self._compute(node.name, compute_seconds(node, self.prices), _detail(node))
@@ -93,6 +100,7 @@ class _Walk:
     def _compute(self, name: str, seconds: float, detail: str) -> None:
         self.ops.append(TimedOp(name, seconds, "compute", 0, COMPUTE, self.waited, detail=detail))
         self.last_compute, self.waited = (len(self.ops) - 1,), ()
+        self.computed_s += seconds
 
     def _add_collective(self, node: fx.Node) -> None:
         call, detail = collective_call(node, self.local.geometry), _detail(node)
@@ -104,7 +112,20 @@ class _Walk:
         link = "link inside nodes" if self.prices.axes[call.axis].nodes == 1 else "link between nodes"
         after, detail = self.last_compute + self.waited, f"{detail}; {call.bytes_} bytes"
         self.started[node] = len(self.ops)
+        self.pending.setdefault(stream, []).append((len(self.ops), self.computed_s))
         self.ops.append(TimedOp(node.name, seconds, "communication", 0, stream, after, "", link, call.axis, detail))
+
+    def _settle(self, waited: int) -> None:
+        """A collective is waited for: it and what was issued before it on its stream get going now, at the latest.
+
+        Where computation does not pass for long enough, they have not been going before.
+        """
+        pending = self.pending.get(self.ops[waited].stream, [])
+        while pending and pending[0][0] <= waited:
+            index, before_s = pending.pop(0)
+            if self.computed_s - before_s < self.after_s:
+                op = self.ops[index]
+                self.ops[index] = replace(op, after=tuple(dict.fromkeys((*op.after, *self.last_compute, *self.waited))))
 
     def _add_copy(self, node: fx.Node) -> None:
         """Behind what was issued before it, on the stream of its direction."""

@@ -103,7 +103,9 @@ class MoveCosts:
         kinds, seconds = self._last_steps if window.at_end else self._first_steps
         limits = np.full(len(KINDS) + 1, window.other_s)
         limits[[GATHER, ALL_REDUCE, KINDS.index("slice"), -1]] = window.gather_s, window.all_reduce_s, 0.0, 0.0
-        saved: Matrix = np.minimum(self.prices.mesh.profile.overlap * seconds, limits[kinds])
+        profile = self.prices.mesh.profile
+        limits = np.maximum(0.0, limits - profile.overlap_after_s)
+        saved: Matrix = np.minimum(profile.overlap * seconds, limits[kinds])
         return saved
 
     @cached_property

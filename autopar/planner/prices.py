@@ -28,7 +28,7 @@ from autopar.cost_models.compute import (
     optimizer_step_price,
 )
 from autopar.cost_models.formula import Priced, total
-from autopar.cost_models.hardware import AxisLinks, Device, axis_links
+from autopar.cost_models.hardware import AxisLinks, Device, axis_links, convolution_kind
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
 from autopar.ops.dispatch import expected_copies
@@ -373,7 +373,8 @@ def _convolution(passes: int, image: int, weight: int) -> Work:
         filters = _dims(inputs[weight])
         per_position = np.prod(filters, axis=0) / filters[0]
         direction = "forward" if passes == 1 else "backward"
-        kind = f"grouped {direction}" if call.argument(7 + passes, "groups", 1) != 1 else direction
+        window = math.prod(call.inputs[weight].shape[2:])
+        kind = convolution_kind(direction, call.argument(7 + passes, "groups", 1), window)
         return [convolution_price(device, dtype, 2.0 * passes * _counts(spatial) * per_position, moved, kind)]
 
     return work

@@ -33,12 +33,13 @@ from autopar.cost_models.fitting import (
     KernelSample,
     MatmulSample,
     MoveSample,
+    OverlapSample,
     ViewSample,
     axis_residuals,
     device_residuals,
     fit_axis,
     fit_device,
-    hidden_share,
+    fit_overlap,
 )
 from autopar.cost_models.hardware import CONVOLUTIONS, Device, KernelCost, axis_links, load_profile
 
@@ -126,18 +127,30 @@ def test_a_fit_finds_out_whether_a_causal_mask_saves_time() -> None:
         assert fitted.attention_backward_efficiency == pytest.approx(0.7, rel=0.1)
 
 
-@pytest.mark.parametrize(("late_s", "share"), [(14.0, 0.0), (13.0, 0.25), (10.0, 1.0), (9.0, 1.0), (15.0, 0.0)])
-def test_what_waiting_late_saves_of_the_collectives_is_hidden(late_s: float, share: float) -> None:
-    assert hidden_share(10.0, 14.0, late_s) == share
+@pytest.mark.parametrize(
+    ("late_s", "after", "expected"),
+    [
+        (4.0, ((1.0, 4.0), (2.0, 4.0)), (0.0, 0.0)),
+        (1.0, ((1.0, 4.0), (2.0, 4.0), (4.0, 1.0)), (0.75, 3.0)),
+        (1.0, ((1.0, 1.0), (2.0, 1.0)), (0.75, 0.5)),
+        (1.0, ((1.0, 5.0), (2.0, 4.0)), (0.75, 2.0)),
+        (-1.0, ((1.0, 2.0),), (1.0, 1.0)),
+    ],
+)
+def test_what_waiting_late_saves_of_collectives_is_hidden(
+    late_s: float, after: tuple[tuple[float, float], ...], expected: tuple[float, float]
+) -> None:
+    assert fit_overlap(OverlapSample(4.0, late_s, after)) == pytest.approx(expected)
 
 
 def test_collectives_that_add_nothing_hide_nothing() -> None:
-    assert hidden_share(10.0, 9.9, 9.0) == 0.0
+    assert fit_overlap(OverlapSample(-0.1, -0.2, ((1.0, 0.0),))) == (0.0, 0.0)
 
 
 def test_a_fit_tells_kinds_of_convolutions_apart() -> None:
     cpu = load_profile("cpu").device
-    shares = {"forward": 1.0, "backward": 0.8, "grouped forward": 0.2, "grouped backward": 0.05}
+    shares = {"forward": 1.0, "backward": 0.8, "grouped forward": 0.2, "grouped backward": 0.05,
+              "wide grouped forward": 0.3, "wide grouped backward": 0.02}  # fmt: skip
     real = replace(cpu, convolution_efficiency=0.7, convolution_shares=shares)
     samples = [
         ConvolutionSample("float32", flops, 1000, float(convolution_seconds(real, "float32", flops, 1000, kind)), kind)
