@@ -28,7 +28,7 @@ from autopar.cost_models.compute import (
     optimizer_step_price,
 )
 from autopar.cost_models.formula import Priced, total
-from autopar.cost_models.hardware import AxisLinks, Device, axis_links, convolution_kind
+from autopar.cost_models.hardware import AxisLinks, Device, axis_links, convolution_kind, dtype_bytes
 from autopar.errors import UnpricedError
 from autopar.mesh import Mesh
 from autopar.ops.dispatch import expected_copies
@@ -411,9 +411,13 @@ def _experts(first: int, up_products: int, down_products: int) -> Work:
         down_at = first + 4 + (call.args[first + 4] is not None)  # a bias between the two is a tensor too
         up, down, index = (_dims(inputs[place]) for place in (first + 3, down_at, first + 1))
         rows = np.maximum(1.0, index[0] * index[1] / call.inputs[first + 3].shape[0])
+        # Rows are brought to their experts and back, and each product's output is read and written by the activation.
+        row_elements = 4.0 * up[3] + 2.0 * (up[1] * up[2] + down[2])
+        moved = up_products * up[0] * rows * row_elements * dtype_bytes(dtype)
         return [
             replace(matmul_price(device, dtype, up[0], rows, up[1] * up[2], up[3]), times=up_products),
             replace(matmul_price(device, dtype, up[0], rows, down[1], down[2]), times=down_products),
+            memory_bound_price(device, moved, dtype),
         ]
 
     return work

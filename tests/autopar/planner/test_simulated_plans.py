@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from autopar.capture.program import Program
 from autopar.capture.trace import capture
 from autopar.commands import add_commands
 from autopar.cost_models.hardware import load_profile
+from autopar.cost_models.simulator import Simulation, simulate
 from autopar.errors import PlanError
 from autopar.passes.collectives import is_collective
 from autopar.passes.pipeline import emit
@@ -134,6 +136,32 @@ def test_where_views_have_a_price_they_and_the_call_are_walked_too() -> None:
     assert {op.name for op in after} - {op.name for op in before} == {"call", *(node.name for node in views)}
     assert sum(op.seconds for op in after[1:]) - sum(op.seconds for op in before) == pytest.approx(3e-6 * len(views))
     assert all(node_seconds(node, priced, local.geometry) == 3e-6 for node in views)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_waited_for_too_soon_is_hidden_by_nothing(name: str) -> None:
+    (planning, prices), choice = planned((4,)), choice_of(name, (4,))
+    local = emit(program(), planning.assignment(choice), origin_geometry((4,)))
+    profile = prices.mesh.profile
+
+    def walked(**changes: float) -> Simulation:
+        given = Prices(autopar.Mesh((4,), hardware=replace(profile, **changes)))
+        return simulate(emitted_ops(local, given, NO_OPTIMIZER), overlap=given.mesh.profile.overlap)
+
+    at_once, late, nothing = walked(), walked(overlap_after_s=1.0), walked(overlap=0.0)
+    between = walked(overlap_after_s=at_once.step_s / 10)
+    assert at_once.step_s < nothing.step_s
+    assert late.step_s == pytest.approx(nothing.step_s)
+    assert at_once.step_s <= between.step_s <= late.step_s
+
+
+def test_the_search_counts_on_hiding_only_what_is_waited_for_late() -> None:
+    profile = replace(load_profile("h100"), overlap_after_s=1.0)
+    prices = Prices(autopar.Mesh((4,), hardware=profile))
+    decisions = DecisionList(program(), prices, NO_OPTIMIZER).build()
+    late, (nothing, _) = build_problem(program(), decisions, prices, usage_limit=None), planned((4,), 0.0)
+    pairs = zip(late.problem.edge_costs, nothing.problem.edge_costs, strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
 
 
 def make(**options: Any) -> autopar.Plan:
