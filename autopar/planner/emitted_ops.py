@@ -75,7 +75,7 @@ class _Walk:
     def add_call(self) -> None:
         """What surrounds the graphs of a call, where the processors that compute do it."""
         view_s = self.prices.device.view_s
-        if view_s and not self.prices.microbatches > 1:
+        if view_s and self.prices.microbatches == 1:
             kinds = (InputKind.PARAMETER, InputKind.BUFFER)
             tensors = sum(item.kind in kinds for item in self.local.program.inputs)
             tensors += sum(item.kind is OutputKind.GRADIENT for item in self.local.program.outputs)
