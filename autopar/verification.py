@@ -26,6 +26,7 @@ from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.twins import run_apart, twin_of
 from autopar.runtime.virtual_run import program_values
+from autopar.stages.accumulated import is_mean
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
 ROUNDING_UNITS = 16.0
@@ -298,12 +299,11 @@ def accumulated_values(
         with torch.no_grad():
             for name, value in one.buffers.items():
                 twin.get_buffer(name).copy_(value)
-    losses = {output.name for output in program.outputs if output.kind is OutputKind.LOSS}
     outputs = {
         name: _mean_of([one.outputs[name] for one in found])
-        if name in losses
+        if is_mean(value)
         else _joined([one.outputs[name] for one in found], batch_of(args, kwargs) // count)
-        for name in found[0].outputs
+        for name, value in found[0].outputs.items()
     }
     gradients = {name: _mean_of([one.gradients[name] for one in found if name in one.gradients], count)
                  for name in _names([one.gradients for one in found])}  # fmt: skip

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial
 
 from autopar.capture.program import InputKind, OutputKind, Program, results_of
 from autopar.errors import MicrobatchError
@@ -21,8 +22,9 @@ from autopar.stages.stage_programs import StageProgram
 def accumulated_microbatches(program: Program, count: int) -> Microbatches:
     """`count` microbatches of which `program`, captured on the first, is one, between two updates of the weights.
 
-    The loss is the mean of theirs, gradients are those of that mean, and each reads the buffers that the one before it
-    wrote. Raises MicrobatchError for a model that is differentiated from anything but its own loss.
+    The loss, and any other output of one floating-point number, is the mean of theirs, gradients are those of the loss,
+    and each microbatch reads the buffers that the one before it wrote. Raises MicrobatchError for a model that is
+    differentiated from anything but its own loss.
     """
     differentiable = [output for output in program.outputs if output.differentiable]
     if differentiable and [output.kind for output in differentiable] != [OutputKind.LOSS]:
@@ -30,20 +32,37 @@ def accumulated_microbatches(program: Program, count: int) -> Microbatches:
             "the mean of the microbatches' losses is not known: the model does not return its loss",
             fix="return the loss from the model, or leave batch_semantics out",
         )
-    return replace(independent_microbatches(_share_of_mean(program, count), count), accumulated=True)
+    places = _places_of_means(program)
+    pieces = independent_microbatches(_shares_of_means(program, places, count), count)
+    outputs = (Partial() if place in places else item for place, item in enumerate(pieces.outputs))
+    return replace(pieces, outputs=tuple(outputs), accumulated=True)
 
 
-def _share_of_mean(program: Program, count: int) -> Program:
-    """The program with its loss, and what arrives at it, divided by `count`: the sums over microbatches are means."""
-    places = [place for place, item in enumerate(program.outputs) if item.kind is OutputKind.LOSS]
+def is_mean(value: Tensor) -> bool:
+    """Whether an output of the user is averaged over the microbatches."""
+    return value.dim() == 0 and (value.is_floating_point() or value.is_complex())
+
+
+def _places_of_means(program: Program) -> list[int]:
+    """Where among the program's outputs means are: without gradients nothing tells a loss from another number."""
+    kinds, pairs = (OutputKind.LOSS, OutputKind.OUTPUT), zip(program.outputs, program.results, strict=True)
+    return [place for place, (item, node) in enumerate(pairs) if item.kind in kinds and is_mean(node.meta["val"])]
+
+
+def _shares_of_means(program: Program, places: Sequence[int], count: int) -> Program:
+    """The program with the outputs at `places`, and what arrives at them, divided by `count`: the sums over
+    microbatches are means."""
     if count == 1 or not places:
         return program
     gm = copy_graph(program.graph_module)
     calls, results = FakeCalls(fake_mode_of(gm)), list(results_of(gm.graph))
-    nodes = {node.name: node for node in gm.graph.nodes}
-    loss = nodes[program.results[places[0]].name]
-    with gm.graph.inserting_after(loss):
-        results[places[0]] = _divided(gm.graph, loss, count, calls, loss.meta)
+    nodes, shares = {node.name: node for node in gm.graph.nodes}, dict[str, fx.Node]()
+    for place in places:
+        name = program.results[place].name
+        if name not in shares:
+            with gm.graph.inserting_after(nodes[name]):
+                shares[name] = _divided(gm.graph, nodes[name], count, calls, nodes[name].meta)
+        results[place] = shares[name]
     gm.graph.output_node().args = (tuple(results),)
     for item in program.inputs:
         tangent = nodes[item.node]

@@ -87,6 +87,33 @@ class Measured(Normed):
         return found | {"mean": found["logits"].mean(0)}
 
 
+class Scored(Normed):
+    """With a share of right answers beside the loss, and how many there were."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        right = found["logits"].argmax(-1) == labels
+        return found | {"right": right.float().mean(), "samples": right.numel() + right.sum() * 0}
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize("mesh", [LINE, SQUARE], ids=["pp", "pp x dp"])
+def test_numbers_are_means_of_the_microbatches_with_and_without_gradients(mesh: autopar.Mesh, gradients: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = Scored(), batch()
+    options: dict[str, Any] = {"search": "ddp", "microbatches": 2, "batch_semantics": "accumulated"}
+    with torch.set_grad_enabled(gradients):
+        run = autopar.run_virtual(model, mesh, example_inputs=inputs, **options)
+    with torch.no_grad():
+        parts = [model(*part) for part in zip(*(value.chunk(2) for value in inputs), strict=True)]
+    for name in ("loss", "right"):
+        expected = sum(float(part[name]) for part in parts) / 2
+        assert float(parts[0][name]) != float(parts[1][name])
+        assert float(run.outputs[name]) == pytest.approx(expected, rel=1e-6)
+    assert int(run.outputs["samples"]) == 4  # a whole number, of the last microbatch
+    assert run.outputs["logits"].shape == (8, 3)
+
+
 def test_an_output_that_is_not_of_samples_is_the_last_microbatchs() -> None:
     report = autopar.verify(
         Measured(), LINE, example_inputs=batch(), search="ddp", microbatches=2, batch_semantics="accumulated"
