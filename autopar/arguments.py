@@ -113,12 +113,16 @@ def make_request(
 
 def wants_pipeline(mesh: Mesh, request: PipelineRequest, plan: Plan | None) -> int | None:
     """The mesh axis of the pipeline, if there is to be one. Raises MeshError, UnsupportedOptionError."""
-    axis = pipeline_axis(mesh, request.stages) if plan is None else plan.pipeline.axis if plan.pipeline else None
     asked = request.schedule is not None or request.microbatches not in (None, 1) or request.accumulated
+    if plan is not None:
+        axis = plan.pipeline.axis if plan.pipeline else None
+    else:
+        axis = pipeline_axis(mesh, request.stages, wanted=asked)
     if axis is None and asked:
         raise UnsupportedOptionError(
             "a schedule and microbatches are for pipelines, and no axis of the mesh is one's",
-            fix='name an axis of the mesh "pp", or give stages= the length of an axis',
+            fix='name an axis of the mesh "pp", or give stages= the length of an axis; an axis "pp" of one rank '
+            "accumulates gradients",
         )
     return axis
 

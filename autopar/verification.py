@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.precision import Precision
-from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program
+from autopar.capture.program import InputKind, LeafIndex, OutputKind, Program, is_number
 from autopar.capture.trace import input_gradient, tensor_leaves
 from autopar.plan import Plan
 from autopar.report.figures import rendered
@@ -26,7 +26,6 @@ from autopar.runtime.strided import Strided
 from autopar.runtime.tangents import varied_tangents
 from autopar.runtime.twins import run_apart, twin_of
 from autopar.runtime.virtual_run import program_values
-from autopar.stages.accumulated import is_mean
 
 TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # (outputs, gradients), relative
 ROUNDING_UNITS = 16.0
@@ -301,7 +300,7 @@ def accumulated_values(
                 twin.get_buffer(name).copy_(value)
     outputs = {
         name: _mean_of([one.outputs[name] for one in found])
-        if is_mean(value)
+        if is_number(value)
         else _joined([one.outputs[name] for one in found], batch_of(args, kwargs) // count)
         for name, value in found[0].outputs.items()
     }

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
 from autopar.errors import OmittedOutputError
@@ -143,3 +143,8 @@ class Program:
         """Placeholders of one kind by their names."""
         nodes = {node.name: node for node in self.graph_module.graph.nodes if node.op == "placeholder"}
         return {item.name: nodes[item.node] for item in self.inputs if item.kind is kind}
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether a value is one floating-point or complex number, as a loss is."""
+    return value.dim() == 0 and (value.is_floating_point() or value.is_complex())

@@ -73,11 +73,14 @@ def followed_request(request: PipelineRequest, plan: Plan | None) -> PipelineReq
     return PipelineRequest(len(plan.stages), own.schedule, own.microbatches, own.batch_semantics == ACCUMULATED)
 
 
-def pipeline_axis(mesh: Mesh, stages: int | None) -> int | None:
-    """The mesh axis of the pipeline: one named for it, else the first as long as there are stages; None for neither."""
+def pipeline_axis(mesh: Mesh, stages: int | None, *, wanted: bool = True) -> int | None:
+    """The mesh axis of the pipeline: one named for it, else the first as long as there are stages; None for neither.
+
+    One of one rank, without stages, is a pipeline's only where one is `wanted`: gradients are accumulated there.
+    """
     named = [axis for axis, name in enumerate(mesh.axis_names) if name in PIPELINE_AXES]
     if named:
-        return named[0] if mesh.shape[named[0]] > 1 or stages not in (None, 1) else None
+        return named[0] if mesh.shape[named[0]] > 1 or stages not in (None, 1) or wanted else None
     if stages is None or stages == 1:
         return None
     fitting = [axis for axis, size in enumerate(mesh.shape) if size == stages]

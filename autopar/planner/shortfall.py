@@ -30,7 +30,14 @@ def ways_out(memory: Mapping[str, int], limit: int, ranks: int) -> tuple[str, ..
     ways = [(short / needed, f"memory_limit_bytes={needed} ({short / limit:.1%} more)")]
     grows = sum(memory.get(kind, 0) for kind in OF_THE_BATCH)
     if grows > short:
-        ways.append((short / grows, f"a batch (or sequence) that is {short / grows:.0%} smaller"))
+        count = max(2, math.ceil(grows / (grows - short)))
+        ways.append(
+            (
+                short / grows,
+                f"a batch (or sequence) that is {short / grows:.0%} smaller, or the same one in parts: microbatches="
+                f'{count} on a mesh with an axis "pp", if only of one rank',
+            )
+        )
     state = memory.get("optimizer_state", 0)
     if state > short:
         ways.append((short / state, f"an optimizer with {short / state:.0%} less state"))

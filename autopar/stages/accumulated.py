@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import Partial
 
-from autopar.capture.program import InputKind, OutputKind, Program, results_of
+from autopar.capture.program import InputKind, OutputKind, Program, is_number, results_of
 from autopar.errors import MicrobatchError
 from autopar.fake_calls import FakeCalls
 from autopar.passes.copy_graph import copy_graph
@@ -38,15 +38,10 @@ def accumulated_microbatches(program: Program, count: int) -> Microbatches:
     return replace(pieces, outputs=tuple(outputs), accumulated=True)
 
 
-def is_mean(value: Tensor) -> bool:
-    """Whether an output of the user is averaged over the microbatches."""
-    return value.dim() == 0 and (value.is_floating_point() or value.is_complex())
-
-
 def _places_of_means(program: Program) -> list[int]:
     """Where among the program's outputs means are: without gradients nothing tells a loss from another number."""
     kinds, pairs = (OutputKind.LOSS, OutputKind.OUTPUT), zip(program.outputs, program.results, strict=True)
-    return [place for place, (item, node) in enumerate(pairs) if item.kind in kinds and is_mean(node.meta["val"])]
+    return [place for place, (item, node) in enumerate(pairs) if item.kind in kinds and is_number(node.meta["val"])]
 
 
 def _shares_of_means(program: Program, places: Sequence[int], count: int) -> Program:

@@ -137,6 +137,7 @@ def test_a_refusal_says_by_how_much_and_three_ways_out() -> None:
     with pytest.raises(MemoryLimitError) as refused:
         autopar.make_plan(blocks(), (1,), example_inputs=x, search="ddp", memory_limit_bytes=100_000)
     assert "too much" in refused.value.what and refused.value.fix.count("; or ") == 2
+    assert 'microbatches=3 on a mesh with an axis "pp"' in refused.value.fix
     needed = least_bytes(refused.value)
     plan = autopar.make_plan(blocks(), (1,), example_inputs=x, search="ddp", memory_limit_bytes=needed)
     assert plan.peak_bytes <= needed

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import NotDivisibleError
+from autopar.errors import NotDivisibleError, UnsupportedOptionError
 from autopar.zoo.plain import make_plain
 from tests.autopar.models import MODELS
 
@@ -40,6 +40,23 @@ def test_values_that_skip_stages_and_parameters_that_stages_share(name: str) -> 
 
 def test_microbatches_of_different_sizes() -> None:
     check("mlp", ONE_LINE, schedule="gpipe", microbatches=3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("mesh_shape", [(1,), (1, 2)], ids=["one device", "data parallel"])
+def test_one_stage_accumulates_gradients(mesh_shape: tuple[int, ...], schedule: str) -> None:
+    mesh = autopar.Mesh(mesh_shape, ("pp", "dp")[: len(mesh_shape)], hardware="cpu")
+    report = check("gpt2", mesh, schedule=schedule, microbatches=2)
+    assert report.plan is not None and len(report.plan.stages) == 1
+    assert report.peak_bytes is not None and report.peak_bytes <= report.plan.peak_bytes
+
+
+def test_an_axis_of_one_rank_without_microbatches_is_no_pipelines() -> None:
+    mesh = autopar.Mesh((1, 2), ("pp", "dp"), hardware="cpu")
+    model = nn.Linear(8, 8)
+    assert autopar.make_plan(model, mesh, example_inputs=torch.ones(4, 8), search="ddp").pipeline is None
+    with pytest.raises(UnsupportedOptionError, match="no axis of the mesh is one's"):
+        autopar.make_plan(model, (2,), example_inputs=torch.ones(4, 8), microbatches=2)
 
 
 def test_a_last_microbatch_that_the_ranks_of_a_stage_cannot_share_is_refused() -> None:
