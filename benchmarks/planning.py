@@ -117,7 +117,8 @@ def measure(case: str) -> dict[str, Any]:
     from autopar.capture.trace import capture
     from autopar.mesh import Mesh
     from autopar.passes.pipeline import emit
-    from autopar.planner.make import Options, plan_program, without_limit
+    from autopar.planner.bounds import without_limit
+    from autopar.planner.make import Options, plan_program
     from autopar.planner.node_prices import origin_geometry
     from autopar.planner.optimizers import optimizer_of
 

@@ -51,8 +51,9 @@ def measure(case: str) -> dict[str, Any]:
     from autopar.capture.trace import capture
     from autopar.compiler import plan_or_follow
     from autopar.mesh import Mesh
+    from autopar.planner.bounds import without_limit
     from autopar.planner.constraints import as_constraints
-    from autopar.planner.make import Options, Planner, without_limit
+    from autopar.planner.make import Options, Planner
     from autopar.planner.reconsider import Session, with_questions
     from autopar.search import solve
     from benchmarks.planning import CASES, make

@@ -10,9 +10,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import InfeasibleProblemError
 from autopar.plan_questions import Alternative, RuledOut
+from autopar.planner.bounds import without_limit
 from autopar.planner.constraints import pinned
 from autopar.planner.decisions import Decision, layouts_of
-from autopar.planner.make import Planner, without_limit
+from autopar.planner.make import Planner
 from autopar.search import FORBIDDEN, Problem, Solution, peak_usage, solve_again
 from autopar.sharding.layout import Layout, format_layout, ranks_per_dim, shard_dim
 from autopar.sharding.op_call import TensorSpec

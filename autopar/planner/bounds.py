@@ -1,4 +1,4 @@
-"""A bound on every plan, whatever is recomputed and whichever gathered copies are kept."""
+"""A bound on every plan, whatever is recomputed and whichever gathered copies are kept; problems under other limits."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def is_relaxed(relaxed: Problem, problem: Problem) -> bool:
     """Whether any move has become cheaper."""
     pairs = {(id(new), id(old)): (new, old) for new, old in zip(relaxed.edge_costs, problem.edge_costs, strict=True)}
     return any(new is not old and bool((new < old).any()) for new, old in pairs.values())
+
+
+def with_limit(problem: Problem, limit: float | None) -> Problem:
+    return replace(problem, usage_limit=limit)
+
+
+def without_limit(problem: Problem) -> Problem:
+    return with_limit(problem, None)

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.passes.pipeline import LocalProgram
 from autopar.plan import Plan
 from autopar.plan_entries import PlanEntry
-from autopar.planner.bounds import is_relaxed, with_copies_kept
+from autopar.planner.bounds import is_relaxed, with_copies_kept, with_limit, without_limit
 from autopar.planner.budget import Budget
 from autopar.planner.build import PlanningProblem, build_problem
 from autopar.planner.candidate import Candidate
@@ -445,11 +445,23 @@ class Planner:
             return min(fitting.values(), key=lambda item: item.step_s)
         if not self.candidates and self._solve(None) is None:  # for a message that says by how much
             raise PlanError("no layouts of this program fit together on this mesh", fix="use another mesh shape")
-        thrifty = min(self.candidates, key=lambda item: min(item.peak_bytes, self._checkpointed(item).peak_bytes))
-        thrifty = self._refitted(thrifty, self._fit(thrifty).thriftiest(thrifty.fitted))
+        thrifty = self._thriftiest()
         if thrifty.peak_bytes <= self.limit:
             return thrifty
         raise does_not_fit(thrifty.measured.memory, self.limit, self.mesh.size)
+
+    def _thriftiest(self) -> Candidate:
+        """The first candidate that fits once it holds as little as it can, or else the one that then holds least.
+
+        Of all layouts, as they were first met: what a refusal names has to fit.
+        """
+        first = {(item.choice, item.name): item for item in reversed(self.candidates)}.values()
+        found: list[Candidate] = []
+        for item in sorted(first, key=lambda it: min(it.peak_bytes, self._checkpointed(it).peak_bytes)):
+            found.append(self._refitted(item, self._fit(item).thriftiest(item.fitted)))
+            if found[-1].peak_bytes <= self.limit:
+                return found[-1]
+        return min(found, key=lambda it: it.peak_bytes)
 
     def planned(self, best: Candidate) -> Planned:
         """The plan of a candidate, emitted and measured."""
@@ -485,11 +497,3 @@ class Planner:
             alternatives={item.name: item.best_known_s for item in self.candidates},
             problem=self.planning.problem,
         )
-
-
-def with_limit(problem: Problem, limit: float | None) -> Problem:
-    return replace(problem, usage_limit=limit)
-
-
-def without_limit(problem: Problem) -> Problem:
-    return with_limit(problem, None)

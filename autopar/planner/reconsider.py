@@ -16,11 +16,12 @@ from autopar.plan_entries import PlanEntry
 from autopar.plan_questions import Change, Explanation
 from autopar.planner.alternatives import Alternatives
 from autopar.planner.answers import answers
+from autopar.planner.bounds import without_limit
 from autopar.planner.candidate import Candidate
 from autopar.planner.constraints import Constraint, as_constraints, pinned_decisions
 from autopar.planner.decisions import Decision
 from autopar.planner.formulas import Formulas
-from autopar.planner.make import Planned, Planner, without_limit
+from autopar.planner.make import Planned, Planner
 from autopar.planner.measure import output_bytes
 from autopar.planner.pipeline_plan import PlannedPipeline
 from autopar.planner.residency import Residency

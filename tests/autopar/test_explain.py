@@ -17,7 +17,8 @@ from autopar.api import make_plan
 from autopar.arguments import make_options
 from autopar.capture.trace import capture
 from autopar.cost_models.compute import MATMUL
-from autopar.planner.make import Planner, without_limit
+from autopar.planner.bounds import without_limit
+from autopar.planner.make import Planner
 from autopar.planner.reconsider import Session
 from autopar.search import solve
 
