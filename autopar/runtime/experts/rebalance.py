@@ -51,7 +51,7 @@ class Rebalance:
 
     @property
     def moved_experts(self) -> int:
-        """Over all layers, those that another group of ranks holds now."""
+        """Over all layers, those that a group of ranks computes now and did not before, copies among them."""
         return sum(
             len(set(after) - set(before))
             for layer, groups in self.after.items()
@@ -59,7 +59,7 @@ class Rebalance:
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.moved_experts} experts moved, {self.moved_bytes:,} bytes between ranks"]
+        lines = [f"{self.moved_experts} experts moved or copied, {self.moved_bytes:,} bytes between ranks"]
         if self.copies:
             lines.append(
                 f"{self.copies} copies of experts: up to {max(self.copy_bytes):,} bytes more on a rank in a step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -35,6 +35,22 @@ def assert_same(pmodel: nn.Module, model: nn.Module) -> None:
         torch.testing.assert_close(full, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
+def step_alike(
+    ours: tuple[Any, torch.optim.Optimizer], single: tuple[nn.Module, torch.optim.Optimizer], inputs: tuple[Any, ...]
+) -> None:
+    """A step of a pipeline and one of its model, with clipping; gradients are compared."""
+    (pmodel, own), (model, other) = ours, single
+    for module, optimizer in (ours, single):
+        optimizer.zero_grad()
+        (4 * module(*inputs)).backward()
+    for name, gradient in pmodel.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+    autopar.clip_grad_norm_(pmodel, 0.5)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    own.step()
+    other.step()
+
+
 def train(schedule: str, stages: int) -> tuple[int, int]:
     """Bytes promised of the device, and of the host."""
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), Layers()
@@ -44,15 +60,7 @@ def train(schedule: str, stages: int) -> tuple[int, int]:
     own, other = (torch.optim.AdamW(it.parameters(), lr=1e-2) for it in (pmodel, model))
     for seed in range(3):
         rows = 16 if seed < 2 else 8  # the last batch is smaller: another program
-        for module, optimizer in ((pmodel, own), (model, other)):
-            optimizer.zero_grad()
-            (4 * module(*batch(seed, rows))).backward()
-        for name, gradient in pmodel.full_gradients().items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
-        autopar.clip_grad_norm_(pmodel, 0.5)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        own.step()
-        other.step()
+        step_alike((pmodel, own), (model, other), batch(seed, rows))
     assert_same(pmodel, model)
     with torch.no_grad():
         torch.testing.assert_close(pmodel(*batch(9)), model(*batch(9)), rtol=1e-5, atol=1e-6)
@@ -70,15 +78,7 @@ def train_tied(schedule: str, stages: int, shape: tuple[int, ...]) -> None:
     )  # fmt: skip
     own, other = (torch.optim.AdamW(it.parameters(), lr=1e-2) for it in (pmodel, model))
     for seed in range(3):
-        for module, optimizer in ((pmodel, own), (model, other)):
-            optimizer.zero_grad()
-            (4 * module(ids[seed])).backward()
-        for name, gradient in pmodel.full_gradients().items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
-        autopar.clip_grad_norm_(pmodel, 0.5)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        own.step()
-        other.step()
+        step_alike((pmodel, own), (model, other), (ids[seed],))
     assert_same(pmodel, model)
     with torch.no_grad():
         torch.testing.assert_close(pmodel(ids[3]), model(ids[3]), rtol=1e-5, atol=1e-6)
@@ -185,7 +185,7 @@ def test_parameters_may_be_written_after_a_call_without_gradients() -> None:
 def lie() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     pmodel = autopar.compile(Layers(), mesh, example_inputs=batch(0), microbatches=2, constraints=HOST)
-    return sorted(pmodel._session.hosted)  # type: ignore[attr-defined]
+    return sorted(pmodel._session.hosted)
 
 
 def test_each_rank_knows_what_lies_on_its_host() -> None:
