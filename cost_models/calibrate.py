@@ -78,7 +78,7 @@ COMPUTE_SHARE, COLLECTIVES_SHARE = 0.4, 0.3  # of the time; the rest is for what
 VIEWS_REPEATS = 25
 WORK_SIZE, OVERLAP_REPEATS, BURST, WINDOWS = 384, 12, 4, (1, 2, 4, 8)
 OVERLAPPED = (("all_reduce", 2**12), ("all_reduce", 2**17), ("all_gather", 2**17))
-LEAST_S = 1e-6
+LEAST_S = 1e-5
 SMALL_BYTES, SMALL_REPEATS = 2**21, 8  # messages of this size and more: once a round
 
 

@@ -30,6 +30,7 @@ from autopar.cost_models.hardware import AxisLinks, Device, KernelCost, MatmulCu
 _PULL = 0.03  # a weak pull to the start, for what no sample decides
 _SOFT = 0.2  # errors of log(predicted / measured) beyond this count less
 _CACHE_START_BYTES = 4e6
+MOST_SHARE = 50.0  # of a link's rate that a collective is taken to reach: one that adds nothing says no more
 HEADROOM = 1.05  # a fitted peak lies this far above the best rate measured, so that efficiencies stay below 1
 
 
@@ -183,10 +184,10 @@ def fit_axis(axis: AxisLinks, samples: Sequence[CollectiveSample]) -> AxisLinks:
             latency_s=link.latency_s * latency,
             bytes_per_s=link.bytes_per_s * rate,
             point_to_point_fraction=min(1.0, link.point_to_point_fraction * shares[0]),
-            all_to_all_fraction=shares[1],
-            all_gather_fraction=shares[2],
-            reduce_scatter_fraction=shares[3],
-            broadcast_fraction=shares[4],
+            all_to_all_fraction=min(MOST_SHARE, shares[1]),
+            all_gather_fraction=min(MOST_SHARE, shares[2]),
+            reduce_scatter_fraction=min(MOST_SHARE, shares[3]),
+            broadcast_fraction=min(MOST_SHARE, shares[4]),
         )
         protocols = tuple(replace(item, base_s=item.base_s * start) for item in axis.protocols)
         if axis.nodes > 1:

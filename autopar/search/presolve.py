@@ -61,14 +61,19 @@ class Reducer:
         changed = True
         while changed and time.monotonic() < self.deadline:
             self.drain()
-            if not network.settle_loads():
-                raise Overfull(network.tight_times)
+            self.settle()
             if self.drop_oversized():
                 continue
             changed = self.eliminate_low_degrees()
             self.drain()
             if not changed and self.dominance_cells:
                 changed = self.drop_dominated()
+        self.settle()  # what was folded when the time was up
+
+    def settle(self) -> None:
+        """Bring loads to the nodes that are left."""
+        if not self.network.settle_loads():
+            raise Overfull(self.network.tight_times)
 
     def push_edges(self, node: int) -> None:
         """Look again at every edge of a node that lost strategies."""

@@ -97,6 +97,18 @@ def test_a_fit_recovers_the_link_that_made_the_samples(profile: str, shape: tupl
     assert fit_axis(start, []) == start
 
 
+def test_a_collective_that_seems_to_take_no_time_still_gives_a_profile() -> None:
+    start = axis_links(load_profile("cpu"), (2,))[0]
+    samples = [
+        CollectiveSample(kind, size, 1e-5 if kind == "broadcast" else float(collective_seconds(kind, size, start)))
+        for kind in COLLECTIVES
+        for size in (2**8, 2**16, 2**20, 2**24)
+    ]
+    fitted = fit_axis(start, samples)
+    assert 1 < fitted.intra.broadcast_fraction <= 50
+    assert axis_residuals(fitted, samples)["all_reduce"] < 0.1
+
+
 def test_a_fit_recovers_the_cost_of_an_op_and_prices_it_by_its_name() -> None:
     cpu = load_profile("cpu").device
     real = replace(cpu, kernels={"aten.gelu": KernelCost(3e-5, 2e9)})

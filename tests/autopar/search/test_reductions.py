@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, repeat
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -156,6 +158,21 @@ def test_prices_and_messages_bound_the_optimum_and_drop_no_optimal_strategy(prob
     assert network.to_cost(search.bound) <= best + slack
     for node, keep in search.survivors((best + slack) / network.quantum).items():
         assert keep.any(), node
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_loads_are_those_of_the_nodes_that_are_left_when_the_time_is_up(rounds: int, problem: Problem) -> None:
+    clock = chain([0.0] * rounds, repeat(math.inf))  # the deadline comes after so many rounds of reductions
+    try:
+        network = build_network(problem).network
+        with mock.patch("autopar.search.presolve.time.monotonic", lambda: next(clock)):
+            presolve(network, deadline=1.0)
+    except (InfeasibleProblemError, Deadend, Overfull):
+        return
+    assert all(network.alive[node] and len(load.labels) == network.size(node) for node, load in network.loads.items())
+    MarginalModel(network).add_usage_rows(range(len(network.times)))
 
 
 def test_elimination_is_exact_on_a_circle() -> None:
