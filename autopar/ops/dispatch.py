@@ -51,13 +51,13 @@ def expert_places(index: Tensor, places: Tensor, start: int) -> Tensor:
     is_expert = (index >= 0) & (index < experts)
     number = index.clamp(0, experts - 1)
     if most == 1:
-        return torch.where(is_expert, places[number, 0], index)
+        return torch.where(is_expert, places[number, 0].to(index.dtype), index)
     chosen = torch.where(is_expert, index, experts).flatten()
     order, counts = torch.argsort(chosen, stable=True), torch.bincount(chosen, minlength=experts + 1)
     turn = torch.empty_like(order)
     turn[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[chosen[order]]
     turn = (turn.view_as(index) + start) % (places >= 0).sum(1)[number]
-    return torch.where(is_expert, places[number, turn], index)
+    return torch.where(is_expert, places[number, turn].to(index.dtype), index)
 
 
 @op("all_to_all_rows(Tensor rows, Tensor coming, Tensor sent, str group) -> Tensor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -21,7 +21,6 @@ from autopar.planner.make import Options, Planned, plan_program
 from autopar.planner.pipeline_plan import PlannedPipeline, finished
 from autopar.planner.pipeline_request import V_SHAPED, PipelineRequest, pipeline_axis
 from autopar.planner.pipeline_search import PipelineSearch
-from autopar.planner.residency import HOSTED
 from autopar.planner.stage_hosting import Hosted, hosted_names, kept_on_devices
 from autopar.planner.stage_search import Proposal
 from autopar.schedules.actions import Placement, rank_of
@@ -59,7 +58,7 @@ def plan_stages(
     found: list[Planned] = []
     places: dict[str, bool] = {}  # of shared parameters, whether they lie on the host
     kept = kept_on_devices(staged)
-    constraints = _by_stage(staged.stages, options.constraints, kept)
+    constraints = _by_stage(staged.stages, options.constraints)
     for stage, own in zip(staged.stages, constraints, strict=True):
         known = {key: layout for key, layout in boundary.items() if key in boundary_keys(stage.program)}
         own_options = replace(
@@ -138,27 +137,16 @@ def _parameter_layouts(program: Program, planned: Planned, shared: Mapping[str, 
     return {item.name: planned.assignment.inputs[item.node] for item in inputs}
 
 
-def _by_stage(
-    stages: Sequence[StageProgram], constraints: tuple[Constraint, ...], kept: Collection[str]
-) -> list[tuple[Constraint, ...]]:
-    """The constraints that match something, stage by stage. Raises ConstraintError for one that matches nowhere.
-
-    One that puts parameters on the host leaves out stages where it matches none but those that are `kept` on their
-    devices, if there are others.
-    """
+def _by_stage(stages: Sequence[StageProgram], constraints: tuple[Constraint, ...]) -> list[tuple[Constraint, ...]]:
+    """The constraints that match something, stage by stage. Raises ConstraintError for one that matches nowhere."""
     names = [_names(stage.program) for stage in stages]
-    open_names = [own.difference(kept, (f"input:{name}" for name in kept)) for own in names]
-    known = {
-        item: open_names if item.layout == HOSTED and any(_matches(item, own) for own in open_names) else names
-        for item in constraints
-    }
     for item in constraints:
         if not any(_matches(item, known) for known in names):
             raise ConstraintError(
                 f"the constraint {item.pattern!r} matches no parameter, input or op of any stage",
                 fix="use the names of model.named_parameters(), `input:0`, or `module/op#0` as the plan prints them",
             )
-    return [tuple(item for item in constraints if _matches(item, known[item][at])) for at in range(len(stages))]
+    return [tuple(item for item in constraints if _matches(item, known)) for known in names]
 
 
 def _names(program: Program) -> set[str]:

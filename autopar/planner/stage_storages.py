@@ -55,8 +55,8 @@ class StageStorages:
     """The storages of a stage's graphs. What other actions hold anyway is left out: weights, what is on the host, and
     inputs of the call of which a rank's part is a view of the whole.
 
-    `weights`: bytes of each on the device; `fixed`: the same with the optimizer's state. `received`: by kind and name,
-    bytes of what comes of other stages.
+    `weights`: bytes of each, wherever it lies; `fixed`: of those on the device, with the optimizer's state. `received`:
+    by kind and name, bytes of what comes of other stages.
     """
 
     graphs: StageGraphs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -192,7 +191,7 @@ def test_without_copies_and_along_other_axes_nothing_is_fetched() -> None:
     program, assignment = planned(Model(1.0), tokens(0), (4,), "A")
     local = emit_all(program, assignment)[0]
     owned = ExpertPlaces(tuple(range(8)), ((0, 1), (2, 3), (4, 5), (6, 7)), (0,))
-    elsewhere = replace(anywhere((2, 2), (0, 1), 16, 1))
+    elsewhere = anywhere((2, 2), (0, 1), 16, 1)
     for places in (owned, elsewhere):
         by_layer = dict.fromkeys(LAYERS, places)
         assert copy_experts(local.forward, by_layer, local.geometry).code == local.forward.code

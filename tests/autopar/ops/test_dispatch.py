@@ -41,6 +41,14 @@ def test_choices_of_an_expert_take_its_places_in_turn_and_dropped_ones_stay(star
     assert ops.expert_places(index[:0], places, start).shape == (0, 3)
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_places_are_numbers_of_the_kind_that_experts_are(most: int) -> None:
+    """The rows that are sent are packed by it: a wider one would shift all that follows."""
+    index = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
+    places = torch.tensor([[2, -1, -1], [0, 1, -1], [3, 4, 5]])[:, :most]
+    assert ops.expert_places(index, places, 0).dtype == torch.int32
+
+
 def test_copies_that_came_back_are_added_up_in_the_order_of_the_ranks() -> None:
     rows = torch.tensor([[1e8], [3.0], [1.0], [-1e8]])
     found = ops.sum_copies(rows, torch.tensor([0, 2, 0, 0]), [2, 1, 1], 3)

@@ -89,16 +89,16 @@ def test_a_matrix_that_stages_share_is_trained(schedule: str, stages: int) -> No
     run_on_ranks(train_tied, 2, schedule, stages, (2,))
 
 
-def test_replicas_of_stages_that_share_do() -> None:
+def test_a_matrix_that_stages_of_replicas_share_is_trained() -> None:
     run_on_ranks(train_tied, 4, "zb-h1", 2, (2, 2))
 
 
-def test_one_stage_on_each_rank() -> None:
+def test_one_stage_on_each_rank_is_trained_and_both_promise_the_same() -> None:
     first, second = run_on_ranks(train, 2, "zb-h1", 2)
     assert first == second and first[1] > 0
 
 
-def test_two_stages_on_each_rank() -> None:
+def test_two_stages_on_each_rank_are_trained() -> None:
     run_on_ranks(train, 2, "interleaved", 4)
 
 
